@@ -1,0 +1,48 @@
+"""Mixed precision training for JAX and Flax.
+
+A policy says in which precision a module stores its parameters, computes and hands over its results; mpjax
+makes any Flax model and any JAX function follow it, and trains with it safely. One training step, and the
+files that it passes through:
+
+    policies = mpjax.PolicyMap({".*attn": "p=f32,c=f32,o=bf16"}, default="p=f32,c=bf16,o=f32")
+    state = mpjax.TrainState.create(apply_fn=model.apply, params=params, tx=tx, policy=policies)
+    step = jax.jit(mpjax.make_train_step(loss_fn), donate_argnums=0)
+    state, metrics = step(state, batch, rng)
+
+1. `policy` and `policy_map` parse what governs which module (`dtypes` knows the names).
+2. `train_step` asks `gradients` for the gradients of the loss, times the `loss_scale`, in the state's policy.
+3. While `loss_fn` is traced, `autocast` gives each operation the precision that the `regions` of the policy
+   ask for; `linen` and `nnx` open a region for each module and cast what it hands over (`casting`).
+4. The backward pass is traced under the same rules; the gradients become float32, are unscaled, averaged
+   over microbatches and replicas, and checked once.
+5. `train_state` applies them, or skips the step as if it had not been.
+"""
+
+from mpjax import nnx as nnx
+
+from mpjax import linen as linen  # isort: skip  (opens the interceptor)
+from mpjax.autocast import autocast as autocast
+from mpjax.autocast import full_precision as full_precision
+from mpjax.casting import cast_floating as cast_floating
+from mpjax.casting import cast_to_full as cast_to_full
+from mpjax.casting import cast_to_half as cast_to_half
+from mpjax.dtypes import half_dtype as half_dtype
+from mpjax.dtypes import limits as limits
+from mpjax.gradients import all_finite as all_finite
+from mpjax.gradients import select_tree as select_tree
+from mpjax.gradients import value_and_grad as value_and_grad
+from mpjax.loss_scale import DynamicLossScale as DynamicLossScale
+from mpjax.loss_scale import LossScale as LossScale
+from mpjax.loss_scale import NoOpLossScale as NoOpLossScale
+from mpjax.loss_scale import StaticLossScale as StaticLossScale
+from mpjax.loss_scale import loss_scale_for as loss_scale_for
+from mpjax.policy import Policy as Policy
+from mpjax.policy import default_policy as default_policy
+from mpjax.policy import get_policy as get_policy
+from mpjax.policy_map import PolicyMap as PolicyMap
+from mpjax.policy_map import as_policy_map as as_policy_map
+from mpjax.train_state import TrainState as TrainState
+from mpjax.train_state import cast_params as cast_params
+from mpjax.train_step import make_train_step as make_train_step
+
+__version__ = "0.1.0"

@@ -1,0 +1,249 @@
+"""`TrainState`: Flax's, with the policy, the loss scale and the model's state.
+
+A skipped step is a transaction that did not happen: parameters, optimizer state and model state stay
+bit-identical, and only the loss scale and the counters move.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+import jmp
+import optax
+from flax import struct
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from flax.training import train_state
+from jax import lax
+
+from mpjax import casting, gradients
+from mpjax.loss_scale import as_loss_scale, check_loss_scale, loss_scale_for
+from mpjax.policy_map import PolicyMap, as_policy_map
+
+T = TypeVar("T")
+
+
+class TrainState(train_state.TrainState):
+    """All that changes in training. Code that takes Flax's `TrainState` takes it.
+
+    Attributes:
+      step: batches seen, shape [] and dtype int32.
+      apply_fn: usually `model.apply`; static.
+      params: the parameters, in their param dtype.
+      tx: the optax transformation; static.
+      opt_state: its state. Its own counts (schedules, bias correction) count applied updates only.
+      loss_scale: a loss scale.
+      model_state: what the model itself changes, such as batch statistics; None without.
+      skipped: steps whose gradients were not finite, shape [] and dtype int32.
+      policy: the `PolicyMap` that the model runs under; static.
+    """
+
+    loss_scale: Any = None
+    model_state: Any = None
+    skipped: Any = 0
+    policy: PolicyMap = struct.field(pytree_node=False, default=PolicyMap())
+
+    @classmethod
+    def create(  # type: ignore[override]
+        cls,
+        *,
+        apply_fn: Callable[..., Any] | None,
+        params: Any,
+        tx: optax.GradientTransformation,
+        policy: "str | dict | jmp.Policy | PolicyMap" = "float32",
+        loss_scale: Any = None,
+        model_state: Any = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Returns the state before the first step.
+
+        Args:
+          apply_fn: kept for convenience; may be None.
+          params: the parameters. Floating ones are stored in the param dtype of the policy that governs them.
+          tx: any optax transformation.
+          policy: a policy string, a policy, a dict from pattern to policy, or a `PolicyMap`.
+          loss_scale: a loss scale, ours or jmp's; by default what the policy needs: dynamic if anything
+            computes in float16, else none.
+          model_state: a pytree of what the model itself changes.
+          **kwargs: fields that a subclass adds.
+
+        Raises:
+          TypeError: if a parameter is not floating.
+          ValueError: if the loss scale is zero, negative, not finite or not a scalar.
+        """
+        policies = as_policy_map(policy)
+        gradients.check_floating(params, "params")
+        loss_scale = loss_scale_for(policies) if loss_scale is None else as_loss_scale(loss_scale)
+        check_loss_scale(loss_scale)
+        state = super().create(
+            apply_fn=apply_fn,
+            params=cast_params(params, policies),
+            tx=tx,
+            loss_scale=jax.tree.map(jnp.asarray, loss_scale),
+            model_state=model_state,
+            skipped=jnp.zeros([], jnp.int32),
+            policy=policies,
+            **kwargs,
+        )
+        # Flax starts with a Python 0, for which jit would trace a second time after the first step.
+        return _without_aliases(state.replace(step=jnp.zeros([], jnp.int32)))
+
+    def apply_gradients(  # type: ignore[override]
+        self, *, grads: Any, finite: jax.Array | bool | None = None, **kwargs: Any
+    ) -> Self:
+        """Returns the state after one step, which is skipped if the gradients are not finite.
+
+        Args:
+          grads: gradients with the structure of `params`; unscaled. They are used in float32.
+          finite: whether to apply them, shape [] and dtype bool; by default whether all are finite.
+          **kwargs: new values of other fields. On a skip they are dropped like the rest, but for
+            `loss_scale`, which moves on a skip above all: pass `loss_scale.adjust(finite)`.
+
+        Returns:
+          The state with `step` one higher, and `skipped` too if nothing else changed.
+        """
+        grads = gradients.to_float32(grads)
+        finite = jnp.asarray(gradients.all_finite(grads) if finite is None else finite, bool)
+        dynamic = {k: v for k, v in kwargs.items() if k != "loss_scale" and _is_node(self, k)}
+        outright = {k: v for k, v in kwargs.items() if k not in dynamic}
+        old = {k: getattr(self, k) for k in dynamic}
+        new = {k: shaped_like(v, old[k], k) for k, v in dynamic.items()}
+        params, opt_state = apply_if_finite(self.tx, grads, self.params, self.opt_state, finite)
+        dynamic = lax.cond(finite, lambda new, old: new, lambda new, old: old, new, old)
+        return self.replace(
+            step=self.step + 1,
+            skipped=self.skipped + (1 - finite.astype(jnp.int32)),
+            params=params,
+            opt_state=opt_state,
+            **dynamic,
+            **outright,
+        )
+
+
+def apply_if_finite(
+    tx: optax.GradientTransformation,
+    grads: Any,
+    params: Any,
+    opt_state: Any,
+    finite: jax.Array,
+    **kwargs: Any,
+) -> tuple[Any, Any]:
+    """New parameters and optimizer state, in the dtypes of the old ones, or the old ones.
+
+    Args:
+      tx: an optax transformation.
+      grads: float32 gradients.
+      params: the parameters.
+      opt_state: the optimizer's state.
+      finite: whether to apply the update, shape [] and dtype bool.
+      **kwargs: further arguments for `tx.update`.
+    """
+    # A cond, not a select over every leaf: the optimizer's work is saved on a skip and, above all, no
+    # second copy of the state is written when there is none.
+    return lax.cond(
+        finite,
+        lambda grads, params, opt_state: _updated(tx, grads, params, opt_state, kwargs),
+        lambda grads, params, opt_state: (params, opt_state),
+        grads,
+        params,
+        opt_state,
+    )
+
+
+def cast_params(params: Any, policies: "str | dict | jmp.Policy | PolicyMap") -> Any:
+    """Casts each floating parameter to the param dtype of the policy that governs its module.
+
+    Args:
+      params: parameters whose key paths spell the paths of their modules, as Flax's do.
+      policies: a policy string, a policy, a dict from pattern to policy, or a `PolicyMap`.
+    """
+    stored = _param_dtypes(params, as_policy_map(policies))
+    return casting.cast_to_dtypes(params, tuple(dtype for _, _, dtype in stored))
+
+
+def check_params(params: Any, policies: PolicyMap) -> None:
+    """Raises if a parameter is not stored in the param dtype of its policy, as after a wrong restore.
+
+    Raises:
+      ValueError: listing the first such parameters and the ways out.
+    """
+    wrong = [
+        f"'{path}' is {leaf.dtype}, its policy stores {dtype}"
+        for path, leaf, dtype in _param_dtypes(params, policies)
+        if dtype is not None and casting.castable(leaf) and leaf.dtype != dtype
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(
+            f"Parameters disagree with the policy '{policies}': {'; '.join(wrong[:3])}{more}. If they were "
+            "restored from another run, cast them with state.replace(params=mpjax.cast_params(params, policy)) "
+            "and make the optimizer state anew, or train under the policy that they were saved with."
+        )
+
+
+def _param_dtypes(params: Any, policies: PolicyMap) -> list[tuple[str, Any, Any]]:
+    """Path, leaf and stored dtype of each parameter; None where only the module's class could tell."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(params)
+    by_class = {p.param_dtype for key, p in policies.entries if key.startswith("class:")}
+    result = []
+    for keys, leaf in flat:
+        names = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in keys]
+        if names and isinstance(keys[-1], jax.tree_util.GetAttrKey) and names[-1] in ("value", "raw_value"):
+            names.pop()  # an nnx.Variable
+        if names[:1] == ["params"]:
+            names.pop(0)
+        dtype = policies.policy(policies.resolve("/".join(names[:-1]))).param_dtype
+        result.append(("/".join(names), leaf, dtype if by_class <= {dtype} else None))
+    return result
+
+
+def _updated(
+    tx: optax.GradientTransformation, grads: Any, params: Any, opt_state: Any, kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Parameters and optimizer state after an update, in the dtypes they had before."""
+    trained, trained_grads = params, grads
+    overwritten = isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params
+    if overwritten:
+        trained, trained_grads = params["params"], grads["params"]
+    updates, new_opt_state = tx.update(trained_grads, opt_state, trained, **kwargs)
+    new = casting.cast_to_dtypes(optax.apply_updates(trained, updates), casting.dtypes_of(trained))
+    if overwritten:
+        new = {"params": new, OVERWRITE_WITH_GRADIENT: grads[OVERWRITE_WITH_GRADIENT]}
+    return new, casting.cast_to_dtypes(new_opt_state, casting.dtypes_of(opt_state))
+
+
+def shaped_like(new: Any, old: Any, field: str) -> Any:
+    """`new` in the containers and dtypes of `old`."""
+    paths = [
+        [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+        for tree in (new, old)
+    ]
+    if paths[0] != paths[1]:
+        missing, extra = sorted(set(paths[1]) - set(paths[0])), sorted(set(paths[0]) - set(paths[1]))
+        raise ValueError(
+            f"The new {field} has another structure than the state's: missing {missing[:3]}, unexpected "
+            f"{extra[:3]}. Return it whole, or create the state with {field}=… of the same structure."
+        )
+    rebuilt = jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new))
+    return casting.cast_to_dtypes(rebuilt, casting.dtypes_of(old))
+
+
+def _is_node(state: TrainState, field: str) -> bool:
+    fields = {f.name: f for f in dataclasses.fields(state)}
+    return field in fields and fields[field].metadata.get("pytree_node", True)
+
+
+def _without_aliases(state: T) -> T:
+    """Copies arrays that occur twice (some optimizers keep the parameters): a buffer is donated only once."""
+    seen: set[int] = set()
+
+    def copy_if_seen(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+            return x
+        if id(x) in seen:
+            return jnp.copy(x)
+        seen.add(id(x))
+        return x
+
+    return jax.tree.map(copy_if_seen, state)
