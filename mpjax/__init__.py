@@ -28,6 +28,7 @@ from mpjax.casting import cast_to_full as cast_to_full
 from mpjax.casting import cast_to_half as cast_to_half
 from mpjax.dtypes import half_dtype as half_dtype
 from mpjax.dtypes import limits as limits
+from mpjax.explain import explain as explain
 from mpjax.gradients import all_finite as all_finite
 from mpjax.gradients import select_tree as select_tree
 from mpjax.gradients import value_and_grad as value_and_grad

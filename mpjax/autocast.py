@@ -32,6 +32,7 @@ import jmp
 import numpy as np
 from jax import lax
 from jax._src.lax import lax as _lax  # for ragged_dot_general_p, which jax.extend lacks
+from jax.custom_derivatives import SymbolicZero
 
 from mpjax import dtypes, regions
 from mpjax.policy_map import PolicyMap, as_policy_map
@@ -53,13 +54,15 @@ class Watch:
       policies: the map that the function runs under.
       args: its arguments.
       governed: the entries of the map that matched a module.
-      paths: the paths of the modules.
+      modules: class and entry of each module that was called, by path, in the order of the calls.
+      paths: the paths of all modules, also of those that were not called.
       initialized: whether a module created its parameters, so that they are among the results.
     """
 
     policies: PolicyMap
     args: tuple[Any, ...]
     governed: set[int] = dataclasses.field(default_factory=set)
+    modules: dict[str, tuple[type, int]] = dataclasses.field(default_factory=dict)
     paths: set[str] = dataclasses.field(default_factory=set)
     initialized: bool = False
 
@@ -248,6 +251,48 @@ def _float32_rule(bind: Bind, *args: Any, **params: Any) -> Any:
     return _cast(bind(*_widened(args), **params), came_in)
 
 
+def _float32_elementwise_rule(bind: Bind, *args: Any, **params: Any) -> Any:
+    """Float32 inside, for operations whose derivative is not constant.
+
+    Differentiating through the casts would save the derivative for the backward pass in float32, twice the
+    bytes that a model written in 16 bits saves. So it is computed in float32 and saved in what came in.
+    """
+    region = regions.current()
+    if region is None or region.transparent:
+        return bind(*args, **params)
+    came_in = _half_dtype_of(args)
+    if came_in is None:
+        return bind(*args, **params)
+
+    @jax.custom_jvp
+    def narrow(*args: Any) -> Any:
+        return _cast(bind(*_widened(args), **params), came_in)
+
+    def jvp(args: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+        out = narrow(*args)
+        parts = [
+            _cast(t, came_in) * _derivative(bind, params, i, args, out)
+            for i, t in enumerate(tangents)
+            if not isinstance(t, SymbolicZero) and dtypes.is_floating(t.dtype)
+        ]
+        return out, functools.reduce(jnp.add, parts) if parts else jnp.zeros_like(out)
+
+    narrow.defjvp(jvp, symbolic_zeros=True)
+    return narrow(*args)
+
+
+def _derivative(bind: Bind, params: dict[str, Any], i: int, args: tuple[Any, ...], out: Any) -> Any:
+    """The derivative of an elementwise operation by its i-th operand, in the dtype of `out`."""
+    if bind.__self__.name == "exp":  # type: ignore[attr-defined]
+        return out  # which the forward pass keeps anyway
+    wide = _widened(args)
+
+    def op(x: Any) -> Any:
+        return bind(*wide[:i], x, *wide[i + 1 :], **params)
+
+    return _cast(jax.jvp(op, (wide[i],), (jnp.ones_like(wide[i]),))[1], out.dtype)
+
+
 def _scatter_add_rule(bind: Bind, operand: Any, indices: Any, updates: Any, **params: Any) -> Any:
     region = regions.current()
     if region is None or region.transparent or operand.dtype not in dtypes.HALF:
@@ -349,8 +394,10 @@ def _cast(x: Any, dtype: np.dtype) -> Any:
 
 _TABLE: dict[Callable[..., Any], tuple[str, ...]] = {
     _compute_rule: ("dot_general", "conv_general_dilated", "ragged_dot_general"),
-    _float32_rule: (
+    _float32_elementwise_rule: (
         *("exp", "exp2", "expm1", "log", "log1p", "pow", "rsqrt", "erf_inv", "lgamma", "digamma"),
+    ),
+    _float32_rule: (
         *("reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp", "reduce_window_sum"),
     ),
     _scatter_add_rule: ("scatter_add",),

@@ -161,13 +161,18 @@ def average_over_axis(tree: T, axis_name: AxisName) -> T:
         for name in names:
             # Under shard_map with its default checks the gradient of a replicated parameter has been summed
             # over the axis already: it no longer varies, and a mean over it would change nothing.
-            if name in jax.typeof(lax.axis_index(name)).vma and name not in jax.typeof(x).vma:
+            if name in _varying(lax.axis_index(name)) and name not in _varying(x):
                 x = x if _is_overwritten(path) else x / lax.axis_size(name)
             else:
                 x = lax.pmax(x, name) if _is_overwritten(path) else lax.pmean(x, name)
         return x
 
     return jax.tree_util.tree_map_with_path(average, tree)
+
+
+def _varying(x: Any) -> frozenset[Any]:
+    """The mesh axes over which shard_map knows `x` to differ; none where it does not keep track."""
+    return jax.typeof(x).manual_axis_type.varying
 
 
 def combine_over_axis(tree: T, axis_name: AxisName) -> T:

@@ -54,6 +54,7 @@ def _call(
         entry = region.inherited_entry(path)
     else:
         watch.governed.add(entry)
+    watch.modules.setdefault(path, (type(module), entry))
     stored = _stored_dtypes(module)
 
     def call(*args: Any, **kwargs: Any) -> Any:

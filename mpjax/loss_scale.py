@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import flax.serialization
 import jax
@@ -29,6 +29,7 @@ DEFAULT_LOSS_SCALE = 2.0**15
 DEFAULT_MAX_LOSS_SCALE = 2.0**126
 
 
+@runtime_checkable
 class LossScale(Protocol):
     """What every loss scale can do."""
 
@@ -236,7 +237,7 @@ def as_loss_scale(loss_scale: Any) -> Any:
             loss_scale.factor,
             loss_scale.min_loss_scale,
         )
-    if all(callable(getattr(loss_scale, method, None)) for method in ("scale", "unscale", "adjust")):
+    if isinstance(loss_scale, LossScale):
         return loss_scale
     raise TypeError(
         f"Expected a loss scale such as mpjax.DynamicLossScale(2.0**15), got {loss_scale!r} of type "

@@ -101,6 +101,17 @@ def policies_of(model: nnx.Module) -> PolicyMap | None:
     return None if governed is None else governed.policies
 
 
+def governed_modules(model: nnx.Module) -> dict[str, tuple[type, int, list[nnx.Param[Any]]]]:
+    """Class, entry and own parameters of each module of a model under policies, by path."""
+    modules = {}
+    for _, module in nnx.iter_modules(model):
+        governed: Governed | None = getattr(module, _ATTRIBUTE, None)
+        if governed is not None:
+            params = [x for x in _own_variables(module) if isinstance(x, nnx.Param)]
+            modules[governed.path] = (original_class(module), governed.entry, params)
+    return modules
+
+
 def original_class(module: nnx.Module) -> type:
     """The class that the module had before `apply_policy`."""
     cls = type(module)

@@ -69,7 +69,7 @@ class Policy(jmp.Policy):
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
         """The same policy with another output dtype."""
-        return dataclasses.replace(self, output_dtype=np.dtype(output_dtype))
+        return dataclasses.replace(self, output_dtype=output_dtype)
 
     def __str__(self) -> str:
         names = (
@@ -142,7 +142,7 @@ def _floating(dtype: DTypeLike, field: str) -> np.dtype:
     try:
         if isinstance(dtype, str):
             return dtypes.parse_dtype(dtype)
-        canonical = np.dtype(dtype)
+        canonical = None if dtype is None else np.dtype(dtype)  # numpy takes None for float64
     except TypeError:
         canonical = None
     if canonical is None or not dtypes.is_floating(canonical):

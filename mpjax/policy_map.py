@@ -1,13 +1,13 @@
 """`PolicyMap`: which policy governs which module."""
 
 import dataclasses
+import difflib
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jmp
 
-from mpjax import dtypes
 from mpjax.policy import Policy, get_policy
 
 # The key of the default in the dict form. As a regular expression it would not compile, so that it
@@ -212,5 +212,13 @@ def _matches(matcher: "re.Pattern[str] | str", path: str) -> bool:
 
 
 def _closest(key: str, paths: list[str], n: int = 5) -> str:
-    close = dtypes.closest(key, paths, n) or paths[:n]
-    return ", ".join(f"'{p}'" for p in close) if close else "none, as no module was called"
+    """The paths, or their last parts, that look most like what the pattern spells."""
+    spelled = re.sub(r"[^\w/]+", "", key.removeprefix(_CLASS_PREFIX))
+
+    def likeness(path: str) -> float:
+        parts = path.split("/")
+        suffixes = ("/".join(parts[i:]) for i in range(len(parts)))
+        return max(difflib.SequenceMatcher(None, spelled, suffix).ratio() for suffix in suffixes)
+
+    close = sorted((p for p in paths if p), key=likeness, reverse=True)[:n]
+    return ", ".join(f"'{p}'" for p in close) if close else "none, as the model has no submodules"
