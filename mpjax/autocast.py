@@ -8,6 +8,7 @@ behaves exactly as before. Inside, one of these rules applies:
 * float32 outside: decompositions likewise, and JAX's own rules for them run as they come;
 * stored: an update of a buffer takes the buffer's dtype;
 * constant: a Python number that a 16-bit format cannot hold becomes a large finite one, not infinity;
+* differentiation rules that the user wrote run in the region of the function that they belong to;
 * mixed: an elementwise operation of `jax.lax`, which does not promote, gets operands of one dtype.
 
 Everything else runs as it comes, by JAX's own promotion. The rules do not depend on the backend.
@@ -33,6 +34,7 @@ import numpy as np
 from jax import lax
 from jax._src.lax import lax as _lax  # for ragged_dot_general_p, which jax.extend lacks
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.linear_util import transformation2
 
 from mpjax import dtypes, regions
 from mpjax.policy_map import PolicyMap, as_policy_map
@@ -184,12 +186,23 @@ class Decided(tuple):
         return f"{'as it comes' if self.compute_dtype is None else self.compute_dtype}:{self[0]}"
 
 
+# Algorithms that say no more than a 16-bit product with a wide result does. `jax.nn.dot_product_attention` asks
+# for them so that its backward products take 16-bit operands, which the mark sees to; and not every
+# backend has them.
+_PLAIN_ALGORITHMS = {
+    lax.DotAlgorithmPreset.BF16_BF16_F32: jnp.bfloat16,
+    lax.DotAlgorithmPreset.F16_F16_F32: jnp.float16,
+}
+
+
 def _compute_rule(bind: Bind, lhs: Any, rhs: Any, *rest: Any, **params: Any) -> Any:
     region = regions.current()
     precision = params["precision"]
     if type(precision) is not Decided:
         if region is None:
             return bind(lhs, rhs, *rest, **params)
+        if precision in _PLAIN_ALGORITHMS and lhs.dtype == rhs.dtype == _PLAIN_ALGORITHMS[precision]:
+            precision = params["precision"] = None
         if not (precision is None or isinstance(precision, tuple)):
             return bind(lhs, rhs, *rest, **params)  # an explicit algorithm says it all
         compute = _decide(region, lhs, rhs, params)
@@ -390,6 +403,24 @@ def _cast(x: Any, dtype: np.dtype) -> Any:
     return lax.convert_element_type(x, dtype)
 
 
+# ---------------------------------------------------------------------------------- differentiation rules
+
+
+def _custom_rule(bind: Bind, *args: Any, **params: Any) -> Any:
+    """The user's own differentiation rules are Python that JAX runs when the region has been left."""
+    region = regions.current()
+    if region is not None and "subfuns" in params:
+        function, *rules = params["subfuns"]
+        params["subfuns"] = (function, *(_run_in(rule, region) for rule in rules))
+    return bind(*args, **params)
+
+
+@transformation2
+def _run_in(rule: Callable[..., Any], region: regions.Region, *args: Any) -> Any:
+    with regions.ambient(region):
+        return rule(*args)
+
+
 # ------------------------------------------------------------------------------------------- the table
 
 _TABLE: dict[Callable[..., Any], tuple[str, ...]] = {
@@ -411,6 +442,7 @@ _TABLE: dict[Callable[..., Any], tuple[str, ...]] = {
         *("eq", "ne", "lt", "le", "gt", "ge", "select_n", "concatenate"),
     ),
     _convert_rule: ("convert_element_type",),
+    _custom_rule: ("custom_jvp_call", "custom_vjp_call"),
 }
 
 

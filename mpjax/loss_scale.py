@@ -84,7 +84,7 @@ class StaticLossScale:
 
     def __post_init__(self) -> None:
         value = _factor(self.loss_scale, "loss_scale")
-        if not isinstance(value, jax.core.Tracer) and not _is_placeholder(value):
+        if not isinstance(value, jax.core.Tracer):
             value = np.float32(value)
             _check_positive(value, "loss_scale")
         object.__setattr__(self, "loss_scale", value)
@@ -103,11 +103,6 @@ class StaticLossScale:
         return self
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["loss_scale", "counter"],
-    meta_fields=["period", "factor", "min_loss_scale", "max_loss_scale", "hysteresis"],
-)
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
     """A factor that grows while gradients are finite and backs off when they are not.
@@ -141,18 +136,21 @@ class DynamicLossScale:
     hysteresis: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "loss_scale", _factor(self.loss_scale, "loss_scale"))
+        for field in ("loss_scale", "min_loss_scale", "max_loss_scale"):
+            _warn_if_not_floating(getattr(self, field), field)
+            object.__setattr__(self, field, _factor(getattr(self, field), field))
         for field in ("min_loss_scale", "max_loss_scale"):
-            value = _factor(getattr(self, field), field)
-            if isinstance(value, jax.core.Tracer):
+            limit = getattr(self, field)
+            if isinstance(limit, jax.core.Tracer):
                 raise TypeError(
-                    f"{field} is part of the compiled program and must be a number, got the traced {value}. "
+                    f"{field} is part of the compiled program and must be a number, got the traced {limit}. "
                     "Make the loss scale outside of jit and pass it in."
                 )
-            # A Python number, so that the limits hash and compare as static data.
-            object.__setattr__(self, field, value if _is_placeholder(value) else float(value))
-        if _is_placeholder(self.min_loss_scale):
-            return
+            # A Python number, so that limits hash and compare as static data.
+            object.__setattr__(self, field, float(limit))
+        if isinstance(self.loss_scale, np.ndarray):
+            # What lies on a device is not read here; TrainState.create does once.
+            _check_positive(self.loss_scale, "loss_scale")
         if not 0 <= self.min_loss_scale <= self.max_loss_scale < math.inf:
             raise ValueError(
                 f"Expected 0 <= min_loss_scale <= max_loss_scale < inf, got min_loss_scale="
@@ -237,7 +235,7 @@ def as_loss_scale(loss_scale: Any) -> Any:
             loss_scale.factor,
             loss_scale.min_loss_scale,
         )
-    if isinstance(loss_scale, LossScale):
+    if isinstance(loss_scale, LossScale) and not isinstance(loss_scale, type):
         return loss_scale
     raise TypeError(
         f"Expected a loss scale such as mpjax.DynamicLossScale(2.0**15), got {loss_scale!r} of type "
@@ -247,42 +245,39 @@ def as_loss_scale(loss_scale: Any) -> Any:
 
 
 def check_loss_scale(loss_scale: Any) -> None:
-    """Raises if the scale that a state is created or restored with is of no use; it reads the value.
+    """Raises if the scale that a state is created with is of no use; unlike a constructor it reads the device.
 
     Raises:
       ValueError: if the scale is zero, negative, not finite or not a scalar.
     """
     value = getattr(loss_scale, "loss_scale", 1)
-    if isinstance(value, jax.core.Tracer):
-        return
-    if _is_placeholder(value):
-        raise TypeError(f"loss_scale must be a positive finite number, got {value!r}.")
-    _check_positive(np.asarray(value), "loss_scale")
+    if not isinstance(value, jax.core.Tracer):
+        _check_positive(np.asarray(value), "loss_scale")
 
 
 def _factor(value: Any, name: str) -> Any:
-    """A factor as float32, without reading what lies on a device."""
-    if _is_placeholder(value):
-        return value
+    """A factor in float32: a JAX array stays one, whatever else becomes a numpy array."""
+    factor: Any
     try:
-        dtype = jax.eval_shape(lambda: value).dtype
-        shape = np.shape(value)
-    except TypeError:
+        with np.errstate(over="ignore"):  # 1e39 becomes inf, which is refused by name
+            factor = (
+                value.astype(jnp.float32) if isinstance(value, jax.Array) else np.asarray(value, np.float32)
+            )
+    except (TypeError, ValueError):
         raise TypeError(
             f"{name} must be a positive finite number, got {value!r} of type {type(value).__name__}."
         ) from None
-    if shape != ():
-        raise ValueError(f"{name} must be a scalar of shape [], got shape {list(shape)}: {value}.")
-    if not jnp.issubdtype(dtype, jnp.floating):
+    if factor.shape != ():
+        raise ValueError(f"{name} must be a scalar of shape [], got shape {list(factor.shape)}: {value}.")
+    return factor
+
+
+def _warn_if_not_floating(value: Any, name: str) -> None:
+    dtype = getattr(value, "dtype", np.result_type(type(value)) if isinstance(value, (bool, int)) else None)
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         warnings.warn(
             f"Expected floating type for {name}, got {dtype}; it is taken as float32.", stacklevel=4
         )
-    if isinstance(value, jax.Array):
-        return value.astype(jnp.float32)
-    value = np.asarray(value, np.float32)
-    if name == "loss_scale":
-        _check_positive(value, name)
-    return value
 
 
 def _check_positive(value: Any, name: str) -> None:
@@ -293,25 +288,42 @@ def _check_positive(value: Any, name: str) -> None:
         )
 
 
-def _is_placeholder(value: Any) -> bool:
-    """Whether this is what JAX puts in the place of a leaf while it handles the structure alone."""
-    return isinstance(value, bool) or not isinstance(
-        value, (int, float, np.ndarray, np.generic, jax.Array, list, tuple)
-    )
-
-
 def _multiply(tree: T, factor: Any) -> T:
     def multiply(x: Any) -> Any:
         if isinstance(x, float):
             return x * factor
         if not casting.is_inexact_array(x):
             return x
-        return (x.astype(jnp.float32) if x.dtype.itemsize < 4 else x) * jnp.asarray(factor, jnp.float32)
+        x = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+        return x * jnp.asarray(factor, x.dtype)
 
     return jax.tree.map(multiply, tree)
 
 
+_LEAVES = ("loss_scale", "counter")
 _STATIC = ("period", "factor", "min_loss_scale", "max_loss_scale", "hysteresis")
+
+
+def _flatten_with_keys(scale: DynamicLossScale) -> tuple[Any, Any]:
+    keys = ((jax.tree_util.GetAttrKey(name), getattr(scale, name)) for name in _LEAVES)
+    return tuple(keys), tuple(getattr(scale, name) for name in _STATIC)
+
+
+def _unflatten(static: Any, leaves: Any) -> DynamicLossScale:
+    # Not through the constructor, as register_dataclass would: a scale that is replicated or stacked has
+    # leaves with an axis more, and JAX handles structures whose leaves are no numbers at all.
+    scale = object.__new__(DynamicLossScale)
+    for name, value in zip(_LEAVES + _STATIC, (*leaves, *static), strict=True):
+        object.__setattr__(scale, name, value)
+    return scale
+
+
+jax.tree_util.register_pytree_with_keys(
+    DynamicLossScale,
+    _flatten_with_keys,
+    _unflatten,
+    lambda scale: (tuple(getattr(scale, n) for n in _LEAVES), tuple(getattr(scale, n) for n in _STATIC)),
+)
 
 
 def _to_state_dict(scale: DynamicLossScale) -> dict[str, Any]:
@@ -319,7 +331,7 @@ def _to_state_dict(scale: DynamicLossScale) -> dict[str, Any]:
 
 
 def _from_state_dict(scale: DynamicLossScale, state: dict[str, Any]) -> DynamicLossScale:
-    for name in ("loss_scale", "counter"):
+    for name in _LEAVES:
         if state.get(name) is None:
             raise ValueError(
                 f"The restored loss scale has no '{name}'; it has {sorted(state)}. Restore a state that was saved "

@@ -69,7 +69,7 @@ class Policy(jmp.Policy):
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
         """The same policy with another output dtype."""
-        return dataclasses.replace(self, output_dtype=output_dtype)
+        return dataclasses.replace(self, output_dtype=output_dtype)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         names = (

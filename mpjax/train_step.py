@@ -76,7 +76,7 @@ def make_train_step(
         finite = gradients.all_finite(grads)
         ours = {
             "loss": metrics.pop("loss"),
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "loss_scale": jnp.asarray(state.loss_scale.loss_scale, jnp.float32),
             "finite": finite,
         }
