@@ -21,22 +21,15 @@ another region, and transposes it in none; the mark makes all of these keep to t
 import contextlib
 import dataclasses
 import functools
-import math
-import weakref
 from collections.abc import Callable
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-import jax
 import jax.extend.core.primitives as jex
-import jax.numpy as jnp
 import jmp
-import numpy as np
-from jax import lax
 from jax._src.lax import lax as _lax  # for ragged_dot_general_p, which jax.extend lacks
-from jax.custom_derivatives import SymbolicZero
 from jax.extend.linear_util import transformation2
 
-from mpjax import dtypes, regions
+from mpjax import regions, rules
 from mpjax.policy_map import PolicyMap, as_policy_map
 
 P = ParamSpec("P")
@@ -152,257 +145,6 @@ def _name_of(fn: Callable[..., Any]) -> str:
     return f"function '{getattr(fn, '__name__', type(fn).__name__)}'"
 
 
-# --------------------------------------------------------------------------------------------- products
-
-
-class Decided(tuple):
-    """The precision of a product together with the dtype that its operands were decided to have.
-
-    To JAX it is the pair of `lax.Precision` that it equals in meaning, so it lowers to the same program.
-    `compute_dtype` is None for a product that was decided to run as it comes.
-    """
-
-    compute_dtype: np.dtype | None
-
-    def __new__(cls, precision: tuple[Any, Any] | None, compute_dtype: np.dtype | None) -> Self:
-        self = super().__new__(cls, precision or (lax.Precision.DEFAULT, lax.Precision.DEFAULT))
-        self.compute_dtype = compute_dtype
-        return self
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Decided)
-            and tuple.__eq__(self, other)
-            and self.compute_dtype == other.compute_dtype
-        )
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash((tuple(self), self.compute_dtype))
-
-    def __repr__(self) -> str:
-        return f"{'as it comes' if self.compute_dtype is None else self.compute_dtype}:{self[0]}"
-
-
-# Algorithms that say no more than a 16-bit product with a wide result does. `jax.nn.dot_product_attention` asks
-# for them so that its backward products take 16-bit operands, which the mark sees to; and not every
-# backend has them.
-_PLAIN_ALGORITHMS = {
-    lax.DotAlgorithmPreset.BF16_BF16_F32: jnp.bfloat16,
-    lax.DotAlgorithmPreset.F16_F16_F32: jnp.float16,
-}
-
-
-def _compute_rule(bind: Bind, lhs: Any, rhs: Any, *rest: Any, **params: Any) -> Any:
-    region = regions.current()
-    precision = params["precision"]
-    if type(precision) is not Decided:
-        if region is None:
-            return bind(lhs, rhs, *rest, **params)
-        if precision in _PLAIN_ALGORITHMS and lhs.dtype == rhs.dtype == _PLAIN_ALGORITHMS[precision]:
-            precision = params["precision"] = None
-        if not (precision is None or isinstance(precision, tuple)):
-            return bind(lhs, rhs, *rest, **params)  # an explicit algorithm says it all
-        compute = _decide(region, lhs, rhs, params)
-        if compute is not None:
-            params["preferred_element_type"] = _result_dtype(
-                lhs, rhs, params["preferred_element_type"], compute
-            )
-        precision = params["precision"] = Decided(precision, compute)
-    if precision.compute_dtype is not None:
-        lhs, rhs = (_cast(x, precision.compute_dtype) for x in (lhs, rhs))
-    return bind(lhs, rhs, *rest, **params)
-
-
-def _decide(region: regions.Region, lhs: Any, rhs: Any, params: dict[str, Any]) -> np.dtype | None:
-    """The dtype that a fresh product's operands take, or None to run it as it comes."""
-    if region.transparent or lax.Precision.HIGHEST in (params["precision"] or ()):
-        return None
-    if not {lhs.dtype, rhs.dtype} <= dtypes.CASTABLE:
-        return None
-    wanted = params["preferred_element_type"]
-    if wanted is not None and not dtypes.is_floating(wanted):
-        return None
-    return None if _sums_nothing(lhs, params) else region.compute_dtype
-
-
-def _sums_nothing(lhs: Any, params: dict[str, Any]) -> bool:
-    """Whether a `dot_general` is elementwise work, such as positions times frequencies."""
-    if "window_strides" in params or "dimension_numbers" not in params:
-        return False
-    (contracted, _), _ = params["dimension_numbers"]
-    return math.prod(lhs.shape[d] for d in contracted) == 1
-
-
-def _result_dtype(lhs: Any, rhs: Any, wanted: Any, compute: np.dtype) -> np.dtype:
-    """A result that was asked to be wider than the operands keeps its width.
-
-    `jnp.einsum` asks for float32 because its operands arrived as float32; that is no wish for width.
-    """
-    came_in = max(lhs.dtype.itemsize, rhs.dtype.itemsize)
-    if wanted is not None:
-        wanted = np.dtype(wanted)
-        if wanted.itemsize > max(came_in, compute.itemsize):
-            return wanted
-        if wanted.itemsize > came_in and wanted.itemsize == compute.itemsize:
-            return wanted
-    return compute
-
-
-# ---------------------------------------------------------------------------------- float32 inside, outside
-
-
-def _float32_rule(bind: Bind, *args: Any, **params: Any) -> Any:
-    region = regions.current()
-    if region is None or region.transparent:
-        return bind(*args, **params)
-    came_in = _half_dtype_of(args)
-    if came_in is None:
-        return bind(*args, **params)
-    return _cast(bind(*_widened(args), **params), came_in)
-
-
-def _float32_elementwise_rule(bind: Bind, *args: Any, **params: Any) -> Any:
-    """Float32 inside, for operations whose derivative is not constant.
-
-    Differentiating through the casts would save the derivative for the backward pass in float32, twice the
-    bytes that a model written in 16 bits saves. So it is computed in float32 and saved in what came in.
-    """
-    region = regions.current()
-    if region is None or region.transparent:
-        return bind(*args, **params)
-    came_in = _half_dtype_of(args)
-    if came_in is None:
-        return bind(*args, **params)
-
-    @jax.custom_jvp
-    def narrow(*args: Any) -> Any:
-        return _cast(bind(*_widened(args), **params), came_in)
-
-    def jvp(args: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-        out = narrow(*args)
-        parts = [
-            _cast(t, came_in) * _derivative(bind, params, i, args, out)
-            for i, t in enumerate(tangents)
-            if not isinstance(t, SymbolicZero) and dtypes.is_floating(t.dtype)
-        ]
-        return out, functools.reduce(jnp.add, parts) if parts else jnp.zeros_like(out)
-
-    narrow.defjvp(jvp, symbolic_zeros=True)
-    return narrow(*args)
-
-
-def _derivative(bind: Bind, params: dict[str, Any], i: int, args: tuple[Any, ...], out: Any) -> Any:
-    """The derivative of an elementwise operation by its i-th operand, in the dtype of `out`."""
-    if bind.__self__.name == "exp":  # type: ignore[attr-defined]
-        return out  # which the forward pass keeps anyway
-    wide = _widened(args)
-
-    def op(x: Any) -> Any:
-        return bind(*wide[:i], x, *wide[i + 1 :], **params)
-
-    return _cast(jax.jvp(op, (wide[i],), (jnp.ones_like(wide[i]),))[1], out.dtype)
-
-
-def _scatter_add_rule(bind: Bind, operand: Any, indices: Any, updates: Any, **params: Any) -> Any:
-    region = regions.current()
-    if region is None or region.transparent or operand.dtype not in dtypes.HALF:
-        return bind(operand, indices, updates, **params)
-    # The public function, as the parameters hold the addition traced for the operand's dtype.
-    out = lax.scatter_add(
-        _cast(operand, dtypes.FLOAT32),
-        indices,
-        _cast(updates, dtypes.FLOAT32),
-        params["dimension_numbers"],
-        indices_are_sorted=params["indices_are_sorted"],
-        unique_indices=params["unique_indices"],
-        mode=params["mode"],
-    )
-    return _cast(out, operand.dtype)
-
-
-def _decomposition_rule(bind: Bind, *args: Any, **params: Any) -> Any:
-    region = regions.current()
-    if region is None or region.transparent:
-        return bind(*args, **params)
-    came_in = _half_dtype_of(args)
-    with regions.ambient(regions.TRANSPARENT):
-        if came_in is None:
-            return bind(*args, **params)
-        out = bind(*_widened(args), **params)
-        return jax.tree.map(lambda x: _cast(x, came_in) if x.dtype == dtypes.FLOAT32 else x, out)
-
-
-def _half_dtype_of(args: tuple[Any, ...]) -> np.dtype | None:
-    return next((x.dtype for x in args if getattr(x, "dtype", None) in dtypes.HALF), None)
-
-
-def _widened(args: tuple[Any, ...]) -> list[Any]:
-    return [_cast(x, dtypes.FLOAT32) if getattr(x, "dtype", None) in dtypes.HALF else x for x in args]
-
-
-# ------------------------------------------------------------------------------ stored, constants, casting
-
-
-def _stored_rule(bind: Bind, operand: Any, update: Any, *starts: Any, **params: Any) -> Any:
-    """A cache keeps its dtype, whatever precision the values come in."""
-    if regions.current() is not None and {operand.dtype, update.dtype} <= dtypes.CASTABLE:
-        update = _cast(update, operand.dtype)
-    return bind(operand, update, *starts, **params)
-
-
-def _mixed_rule(bind: Bind, *args: Any, **params: Any) -> Any:
-    """`lax.add(product, bias)` written for one dtype still runs when the product is narrower."""
-    if regions.current() is not None:
-        found = {x.dtype for x in args if getattr(x, "dtype", None) in dtypes.CASTABLE}
-        if len(found) > 1:  # float32 is the common one even of bfloat16 and float16
-            args = tuple(_cast(x, dtypes.FLOAT32) if getattr(x, "dtype", None) in found else x for x in args)
-    return bind(*args, **params)
-
-
-# From the result of a widening cast back to what was widened, by the id of the result.
-_widened_from: dict[int, tuple[weakref.ref[Any], Any]] = {}
-
-
-def _convert_rule(bind: Bind, operand: Any, **params: Any) -> Any:
-    if regions.current() is None:
-        return bind(operand, **params)
-    new_dtype = params["new_dtype"]
-    aval = jax.typeof(operand)
-    if aval.dtype == dtypes.FLOAT32 and new_dtype in dtypes.HALF and aval.weak_type:
-        operand = _saturated(operand, new_dtype)
-    out = bind(operand, **params)
-    if isinstance(out, jax.core.Tracer) and aval.dtype in dtypes.HALF and new_dtype == dtypes.FLOAT32:
-        key = id(out)
-        _widened_from[key] = (weakref.ref(out, lambda _: _widened_from.pop(key, None)), operand)
-    return out
-
-
-def _saturated(constant: Any, dtype: np.dtype) -> Any:
-    """A weakly typed number (so it was written in Python) with what `dtype` cannot hold made finite.
-
-    A mask of -1e9 would become -inf in float16, and -inf - -inf is NaN in a row that is masked throughout.
-    Half of the largest number leaves room to add logits, or a second mask, to it. An infinity that the user
-    wrote stays one.
-    """
-    limit = dtypes.limits(dtype).max
-    too_large = (jnp.abs(constant) > limit) & jnp.isfinite(constant)
-    return jnp.where(too_large, jnp.sign(constant) * (limit / 2), constant)
-
-
-def _cast(x: Any, dtype: np.dtype) -> Any:
-    """`x` in `dtype`; where `x` is the result of widening from `dtype`, what was widened."""
-    if x.dtype == dtype:
-        return x
-    if id(x) in _widened_from:
-        ref, narrow = _widened_from[id(x)]
-        if ref() is x and narrow.dtype == dtype:
-            return narrow
-    return lax.convert_element_type(x, dtype)
-
-
 # ---------------------------------------------------------------------------------- differentiation rules
 
 
@@ -424,24 +166,24 @@ def _run_in(rule: Callable[..., Any], region: regions.Region, *args: Any) -> Any
 # ------------------------------------------------------------------------------------------- the table
 
 _TABLE: dict[Callable[..., Any], tuple[str, ...]] = {
-    _compute_rule: ("dot_general", "conv_general_dilated", "ragged_dot_general"),
-    _float32_elementwise_rule: (
+    rules.compute_rule: ("dot_general", "conv_general_dilated", "ragged_dot_general"),
+    rules.float32_elementwise_rule: (
         *("exp", "exp2", "expm1", "log", "log1p", "pow", "rsqrt", "erf_inv", "lgamma", "digamma"),
     ),
-    _float32_rule: (
+    rules.float32_rule: (
         *("reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp", "reduce_window_sum"),
     ),
-    _scatter_add_rule: ("scatter_add",),
-    _decomposition_rule: (
+    rules.scatter_add_rule: ("scatter_add",),
+    rules.decomposition_rule: (
         *("cholesky", "eig", "eigh", "householder_product", "lu", "qr", "schur", "svd"),
         *("triangular_solve", "fft"),
     ),
-    _stored_rule: ("dynamic_update_slice",),
-    _mixed_rule: (
+    rules.stored_rule: ("dynamic_update_slice",),
+    rules.mixed_rule: (
         *("add", "sub", "mul", "div", "rem", "max", "min", "atan2", "nextafter", "clamp"),
         *("eq", "ne", "lt", "le", "gt", "ge", "select_n", "concatenate"),
     ),
-    _convert_rule: ("convert_element_type",),
+    rules.convert_rule: ("convert_element_type",),
     _custom_rule: ("custom_jvp_call", "custom_vjp_call"),
 }
 

@@ -56,7 +56,7 @@ def value_and_grad(
     >>> grads.dtype, bool(finite)
     (dtype('float32'), True)
     """
-    grad_fn = value_and_unscaled_grad(loss_fn, policies, argnums, has_aux)
+    grad_fn = value_and_unscaled_grad(loss_fn, policies, argnums, has_aux, axis_name)
 
     @functools.wraps(loss_fn)
     def value_and_grad_fn(loss_scale: Any, *args: Any) -> tuple[Any, Any, jax.Array]:
@@ -75,8 +75,11 @@ def value_and_unscaled_grad(
     policies: "str | dict | jmp.Policy | PolicyMap",
     argnums: int | Sequence[int] = 0,
     has_aux: bool = True,
+    axis_name: AxisName | None = None,
 ) -> Callable[..., tuple[Any, Any]]:
     """`value_and_grad` up to the point where replicas and microbatches come together.
+
+    With `axis_name` the gradients are each replica's own, still to be averaged over it.
 
     Returns:
       A function of `(loss_scale, *args)` that returns `(value, grads)`, grads float32 and unscaled.
@@ -104,6 +107,8 @@ def value_and_unscaled_grad(
                     "besides the loss scale."
                 )
             check_floating(args[i], f"argument {i} of the loss function")
+            if axis_name is not None:
+                args = (*args[:i], _varying_over(args[i], axis_name), *args[i % len(args) + 1 :])
         (value, grads), _ = run(loss_scale, *args)
         return value, unscale(loss_scale, grads)
 
@@ -153,21 +158,40 @@ def average_over_axis(tree: T, axis_name: AxisName) -> T:
 
     The next scales that fp8 layers hand back are not averaged: the largest holds for all replicas.
     """
-    names = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
 
     def average(path: Any, x: Any) -> Any:
         if not casting.is_inexact_array(x):
             return x
-        for name in names:
-            # Under shard_map with its default checks the gradient of a replicated parameter has been summed
-            # over the axis already: it no longer varies, and a mean over it would change nothing.
-            if name in _varying(lax.axis_index(name)) and name not in _varying(x):
-                x = x if _is_overwritten(path) else x / lax.axis_size(name)
-            else:
-                x = lax.pmax(x, name) if _is_overwritten(path) else lax.pmean(x, name)
+        for name in _names(axis_name):
+            if _is_tracked(name) and name not in _varying(x):
+                continue  # shard_map knows that it is the same everywhere
+            x = lax.pmax(x, name) if _is_overwritten(path) else lax.pmean(x, name)
         return x
 
     return jax.tree_util.tree_map_with_path(average, tree)
+
+
+def _varying_over(tree: T, axis_name: AxisName) -> T:
+    """Parameters as each replica's own, under shard_map with its default checks.
+
+    There the gradient of a replicated parameter would arrive summed over the replicas already, in the dtype
+    of the parameter and not unscaled: four float16 gradients of 30000 would be infinite.
+    """
+
+    def vary(x: Any) -> Any:
+        missing = tuple(n for n in _names(axis_name) if _is_tracked(n) and n not in _varying(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, tree)
+
+
+def _names(axis_name: AxisName) -> tuple[Any, ...]:
+    return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+
+
+def _is_tracked(name: Any) -> bool:
+    """Whether shard_map keeps track of what varies over this axis."""
+    return name in _varying(lax.axis_index(name))
 
 
 def _varying(x: Any) -> frozenset[Any]:
@@ -180,9 +204,9 @@ def combine_over_axis(tree: T, axis_name: AxisName) -> T:
 
     def combine(x: Any) -> Any:
         if x.dtype == jnp.bool_:
-            return lax.pmin(x.astype(jnp.int32), axis_name).astype(bool)
+            return lax.pmin(_varying_over(x, axis_name).astype(jnp.int32), axis_name).astype(bool)
         if jnp.issubdtype(x.dtype, jnp.integer):
-            return lax.psum(x, axis_name)
+            return lax.psum(_varying_over(x, axis_name), axis_name)
         return average_over_axis(x, axis_name)
 
     return jax.tree.map(combine, tree)

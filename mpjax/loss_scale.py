@@ -259,6 +259,8 @@ def _factor(value: Any, name: str) -> Any:
     """A factor in float32: a JAX array stays one, whatever else becomes a numpy array."""
     factor: Any
     try:
+        if value is None or isinstance(value, str):  # which numpy takes for numbers
+            raise TypeError
         with np.errstate(over="ignore"):  # 1e39 becomes inf, which is refused by name
             factor = (
                 value.astype(jnp.float32) if isinstance(value, jax.Array) else np.asarray(value, np.float32)

@@ -56,7 +56,7 @@ def make_train_step(
 
     @functools.lru_cache(maxsize=8)
     def grad_fn_under(policies: PolicyMap) -> Callable[..., Any]:
-        return gradients.value_and_unscaled_grad(loss_and_results, policies)
+        return gradients.value_and_unscaled_grad(loss_and_results, policies, axis_name=axis_name)
 
     def step(state: TrainState, batch: Any, rng: Any = None) -> tuple[TrainState, Metrics]:
         check_params(state.params, state.policy)
