@@ -26,7 +26,10 @@ def _intercepted(watch: Watch) -> Iterator[None]:
         next_fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: nn.module.InterceptorContext
     ) -> Any:
         region = regions.current()
-        if region is None or region.forced or context.method_name == "setup":
+        # Flax lifts a function over a module (`nn.scan(lambda cell, carry, x: …)`) as if it were a method of it,
+        # but it is code of the caller.
+        is_method = callable(getattr(type(context.module), context.method_name, None))
+        if region is None or region.forced or not is_method or context.method_name == "setup":
             return next_fun(*args, **kwargs)
         return _call(next_fun, args, kwargs, context, region, watch)
 

@@ -2,7 +2,7 @@
 
 nnx has no interceptors, so `apply_policy` returns a copy of a model whose modules belong to subclasses that
 do what linen.py's interceptor does. Which policy governs a module is decided then, once, and travels
-with it as a static attribute: through `nnx.jit`, `nnx.scan`, `nnx.vmap` and `nnx.remat`.
+with its class: through `nnx.jit`, `nnx.scan`, `nnx.vmap` and `nnx.remat`.
 """
 
 import contextlib
@@ -20,8 +20,9 @@ from flax import nnx
 from flax.nnx.nn import recurrent
 
 from mpjax import casting, gradients, regions
-from mpjax.autocast import Watch, module_hooks
+from mpjax.autocast import Watch, module_hooks, under
 from mpjax.loss_scale import as_loss_scale, check_loss_scale, loss_scale_for
+from mpjax.policy import Policy
 from mpjax.policy_map import PolicyMap, as_policy_map
 from mpjax.train_state import apply_if_finite
 
@@ -74,8 +75,7 @@ def apply_policy(model: M, policies: "str | dict | jmp.Policy | PolicyMap") -> M
         policies.check_governs({m for m in matches if m is not None}, modules)
     for path, module in modules.items():
         governed = Governed(policies, policies.resolve(path, classes), path)
-        object.__setattr__(module, "__class__", _under_policy(classes[path]))
-        setattr(module, _ATTRIBUTE, governed)
+        object.__setattr__(module, "__class__", _under_policy(classes[path], governed))
         _store_params(module, governed)
     return copy
 
@@ -119,10 +119,13 @@ def original_class(module: nnx.Module) -> type:
 
 
 @functools.cache
-def _under_policy(cls: type) -> type:
-    """The subclass of `cls` whose public methods run in their module's region."""
+def _under_policy(cls: type, governed: Governed) -> type:
+    """The subclass of `cls` whose public methods run in their module's region.
+
+    The policy is an attribute of the class: modules, and what walks over their attributes, see no other.
+    """
     namespace: dict[str, Any] = {
-        _ATTRIBUTE: None,
+        _ATTRIBUTE: governed,
         "__doc__": cls.__doc__,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
@@ -136,7 +139,7 @@ def _under_policy(cls: type) -> type:
         # A cell's initial carry is state, not a result.
         method = _find(cls, name)
         if name != "initialize_carry" and _is_method(method):
-            namespace[name] = _in_region(name, method)
+            namespace[name] = _in_region(name, method, governed, cls)
     return type(cls)(cls.__name__, (cls,), namespace)
 
 
@@ -151,16 +154,14 @@ def _is_method(x: Any) -> bool:
     return callable(x) and hasattr(x, "__get__") and not isinstance(x, (type, staticmethod, classmethod))
 
 
-def _in_region(name: str, method: Any) -> Any:
+def _in_region(name: str, method: Any, governed: Governed, cls: type) -> Any:
     @functools.wraps(method, updated=())
     def wrapper(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         bound = method.__get__(self, type(self))
-        governed: Governed | None = getattr(self, _ATTRIBUTE)
-        if governed is None:
-            return bound(*args, **kwargs)
-        cls = original_class(self)
         if regions.running() == (governed.path, cls):
             return bound(*args, **kwargs)
+        if isinstance(self, nnx.bridge.ToNNX):  # the linen modules in it follow, as one region
+            bound = _follow(bound, governed.policies.policy(governed.entry))
         state = _state_dtypes(self)
         with jax.named_scope(_relative_path(governed.path) or cls.__name__):
             out = regions.call_module(
@@ -181,6 +182,10 @@ def _in_region(name: str, method: Any) -> Any:
         return out
 
     return wrapper
+
+
+def _follow(call: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    return lambda *args, **kwargs: under(call, policy)(*args, **kwargs)[0]
 
 
 def _relative_path(path: str) -> str:
@@ -218,11 +223,11 @@ def _store_params(module: nnx.Module, governed: Governed) -> None:
 
 def _reduce(self: nnx.Module) -> Any:
     """Pickles and deep copies by the original class, as the subclass has no importable name."""
-    return (_rebuild, (original_class(self), dict(vars(self))))
+    return (_rebuild, (original_class(self), getattr(self, _ATTRIBUTE), dict(vars(self))))
 
 
-def _rebuild(cls: type, attributes: dict[str, Any]) -> nnx.Module:
-    subclass = _under_policy(cls)
+def _rebuild(cls: type, governed: Governed, attributes: dict[str, Any]) -> nnx.Module:
+    subclass = _under_policy(cls, governed)
     module: nnx.Module = object.__new__(subclass)
     vars(module).update(attributes)
     return module
