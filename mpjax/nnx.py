@@ -155,6 +155,9 @@ def _is_method(x: Any) -> bool:
 
 
 def _in_region(name: str, method: Any, governed: Governed, cls: type) -> Any:
+    # Without the path: what governs each module is decided, so modules under one policy share their traces.
+    region = regions.Region(governed.policies, governed.entry, in_module=True)
+
     @functools.wraps(method, updated=())
     def wrapper(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         bound = method.__get__(self, type(self))
@@ -168,8 +171,7 @@ def _in_region(name: str, method: Any, governed: Governed, cls: type) -> Any:
                 bound,
                 args,
                 kwargs,
-                policies=governed.policies,
-                entry=governed.entry,
+                region,
                 path=governed.path,
                 cls=cls,
                 is_leaf=_is_module,

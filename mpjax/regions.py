@@ -90,6 +90,10 @@ class Region:
         where = f" at '{self.path}'" if self.path else ""
         return f"<mpjax region {self.policy}{where}>"
 
+    def is_same_as(self, other: "Region") -> bool:
+        """Whether both come from the same entry of the same map."""
+        return self.entry == other.entry and self.policies == other.policies
+
     def inherited_entry(self, path: str) -> int:
         """The entry of the nearest ancestor of `path` among the modules that are running."""
         region: Region | None = self
@@ -134,9 +138,8 @@ def call_module(
     call: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    region: Region,
     *,
-    policies: PolicyMap,
-    entry: int,
     path: str,
     cls: type,
     is_leaf: Callable[[Any], bool] | None = None,
@@ -148,8 +151,7 @@ def call_module(
       call: the method, bound.
       args: its arguments.
       kwargs: its keyword arguments.
-      policies: the map that governs the module.
-      entry: the entry of that map that does.
+      region: the module's region.
       path: the module's `/`-joined path.
       cls: the module's class.
       is_leaf: which nodes in arguments and results to leave alone.
@@ -165,8 +167,7 @@ def call_module(
     if running() == (path, cls):
         return call(*args, **kwargs)
     name = f"module '{path}' ({cls.__name__})" if path else f"module {cls.__name__}"
-    region = Region(policies, entry, path=path, parent=caller, in_module=True)
-    same = caller is not None and caller.in_module and caller.entry == entry and caller.policies == policies
+    same = caller is not None and caller.in_module and caller.is_same_as(region)
     handed_over = region.policy.compute_dtype if same else region.policy.output_dtype
     carried = casting.dtypes_of(args[0] if args else kwargs.get("carry")) if carries else None
     args, kwargs = widen((args, kwargs), region.compute_dtype, is_leaf)
