@@ -71,6 +71,9 @@ def autocast(fn: Callable[P, R], policies: "str | dict | jmp.Policy | PolicyMap"
     that it calls follow the map; nnx modules do after `mpjax.nnx.apply_policy`. What creates
     parameters, such as `model.init`, gets them back in their param dtype.
 
+    Activations between plain operations have the dtypes that JAX's promotion gives them: a float32 bias makes
+    float32 of a product, and `x @ w` hands back what `x` and `w` came in. Modules narrow what they hand over.
+
     It composes with grad, jit, vmap, scan, remat, custom_jvp, custom_vjp and shard_map, from inside and from
     outside. To train, prefer `mpjax.value_and_grad`, which keeps the policy in force during the backward
     pass too.
@@ -91,14 +94,14 @@ def autocast(fn: Callable[P, R], policies: "str | dict | jmp.Policy | PolicyMap"
 
     @functools.wraps(fn)
     def autocast_fn(*args: P.args, **kwargs: P.kwargs) -> R:
-        out, watch = run(*args, **kwargs)
+        out, watch = run.watched(*args, **kwargs)
         return out if watch.initialized else regions.hand_over(out, output_dtype)
 
     return autocast_fn
 
 
 class under:
-    """`fn` as a function that runs in the region of `policies` and also returns what the hooks saw.
+    """`fn` as a function that runs in the region of `policies`.
 
     Unlike `autocast` it leaves the results alone: gradients and states must not be narrowed.
     """
@@ -110,7 +113,11 @@ class under:
         # Over all calls, as one that hits a trace cache sees fewer modules than the one that filled it.
         self._governed: set[int] = set()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Watch]:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.watched(*args, **kwargs)[0]
+
+    def watched(self, *args: Any, **kwargs: Any) -> tuple[Any, Watch]:
+        """What `fn` returns, and what the hooks saw meanwhile."""
         policies = self.region.policies
         watch = Watch(policies, (*args, *kwargs.values()))
         with contextlib.ExitStack() as stack:

@@ -130,7 +130,7 @@ def _linen_rows(
     seen: list[Any] = []
 
     def init(*inputs: Any) -> Any:
-        variables, watch = under(model.init, policies)(rngs, *inputs, **kwargs)
+        variables, watch = under(model.init, policies).watched(rngs, *inputs, **kwargs)
         seen.append(watch)
         return variables
 

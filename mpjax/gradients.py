@@ -26,7 +26,7 @@ AxisName = Any
 
 def value_and_grad(
     loss_fn: Callable[..., Any],
-    policies: "str | dict | jmp.Policy | PolicyMap",
+    policies: "str | dict | jmp.Policy | PolicyMap | None",
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     axis_name: AxisName | None = None,
@@ -35,7 +35,8 @@ def value_and_grad(
 
     Args:
       loss_fn: returns a float32 scalar, or that and auxiliary results. It needs to know nothing of precision.
-      policies: what governs it and the modules it calls, in forward and backward.
+      policies: what governs it and the modules it calls, in forward and backward; None leaves their
+        precision alone.
       argnums: which arguments to differentiate with respect to. Their leaves must be floating.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
       axis_name: a mapped axis (or several) over whose replicas loss and gradients are averaged, in float32.
@@ -52,7 +53,7 @@ def value_and_grad(
       TypeError: when called, if a leaf to differentiate is not floating.
 
     >>> grad_fn = value_and_grad(lambda w, x: jnp.sum((x @ w) ** 2), "p=f32,c=f16,o=f32")
-    >>> value, grads, finite = grad_fn(mpjax.DynamicLossScale(), jnp.ones((2, 1)), jnp.ones((3, 2)))
+    >>> value, grads, finite = grad_fn(mpjax.DynamicLossScale(2.0**10), jnp.ones((2, 1)), jnp.ones((3, 2)))
     >>> grads.dtype, bool(finite)
     (dtype('float32'), True)
     """
@@ -72,7 +73,7 @@ def value_and_grad(
 
 def value_and_unscaled_grad(
     loss_fn: Callable[..., Any],
-    policies: "str | dict | jmp.Policy | PolicyMap",
+    policies: "str | dict | jmp.Policy | PolicyMap | None",
     argnums: int | Sequence[int] = 0,
     has_aux: bool = True,
     axis_name: AxisName | None = None,
@@ -96,7 +97,7 @@ def value_and_unscaled_grad(
     functools.update_wrapper(scaled_value_and_grad, loss_fn, updated=())
     # One wrapper for all calls, as it remembers which patterns have met their modules. The policy stays in
     # force while the backward pass is traced, so that its sums and scatters follow the same rules.
-    run = under(scaled_value_and_grad, policies)
+    run = scaled_value_and_grad if policies is None else under(scaled_value_and_grad, policies)
 
     def grad_fn(loss_scale: Any, *args: Any) -> tuple[Any, Any]:
         loss_scale = as_loss_scale(loss_scale)
@@ -109,7 +110,7 @@ def value_and_unscaled_grad(
             check_floating(args[i], f"argument {i} of the loss function")
             if axis_name is not None:
                 args = (*args[:i], _varying_over(args[i], axis_name), *args[i % len(args) + 1 :])
-        (value, grads), _ = run(loss_scale, *args)
+        value, grads = run(loss_scale, *args)
         return value, unscale(loss_scale, grads)
 
     return grad_fn

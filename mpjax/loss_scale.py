@@ -207,12 +207,16 @@ class DynamicLossScale:
         )
 
 
-def loss_scale_for(policies: "str | dict | jmp.Policy | PolicyMap") -> NoOpLossScale | DynamicLossScale:
+def loss_scale_for(
+    policies: "str | dict | jmp.Policy | PolicyMap | None",
+) -> NoOpLossScale | DynamicLossScale:
     """The loss scale that policies need: dynamic if any of them computes in float16, else none.
 
     >>> loss_scale_for("p=f32,c=bf16,o=f32")
     NoOpLossScale()
     """
+    if policies is None:
+        return NoOpLossScale()
     half = any(policy.compute_dtype == np.float16 for policy in as_policy_map(policies).policies)
     return DynamicLossScale() if half else NoOpLossScale()
 

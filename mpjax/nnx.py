@@ -22,7 +22,6 @@ from flax.nnx.nn import recurrent
 from mpjax import casting, gradients, regions
 from mpjax.autocast import Watch, module_hooks, under
 from mpjax.loss_scale import as_loss_scale, check_loss_scale, loss_scale_for
-from mpjax.policy import Policy
 from mpjax.policy_map import PolicyMap, as_policy_map
 from mpjax.train_state import apply_if_finite
 
@@ -164,7 +163,7 @@ def _in_region(name: str, method: Any, governed: Governed, cls: type) -> Any:
         if regions.running() == (governed.path, cls):
             return bound(*args, **kwargs)
         if isinstance(self, nnx.bridge.ToNNX):  # the linen modules in it follow, as one region
-            bound = _follow(bound, governed.policies.policy(governed.entry))
+            bound = under(bound, governed.policies.policy(governed.entry))
         state = _state_dtypes(self)
         with jax.named_scope(_relative_path(governed.path) or cls.__name__):
             out = regions.call_module(
@@ -186,10 +185,6 @@ def _in_region(name: str, method: Any, governed: Governed, cls: type) -> Any:
     return wrapper
 
 
-def _follow(call: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-    return lambda *args, **kwargs: under(call, policy)(*args, **kwargs)[0]
-
-
 def _relative_path(path: str) -> str:
     """The path as seen from the module that is running, so that nested scopes spell the whole."""
     outer = regions.running()
@@ -201,15 +196,30 @@ def _is_module(x: Any) -> bool:
     return isinstance(x, (nnx.Module, nnx.Variable, nnx.Rngs))
 
 
-def _own_variables(module: nnx.Module) -> list[nnx.Variable[Any]]:
-    return [x for x in vars(module).values() if isinstance(x, nnx.Variable)]
+def _own_variables(x: Any) -> list[nnx.Variable[Any]]:
+    """The variables of a module, those in its containers included, without those of its submodules."""
+    children = vars(x).values() if isinstance(x, nnx.Module) else x.values() if isinstance(x, dict) else x
+    found: list[nnx.Variable[Any]] = []
+    for child in children:
+        if isinstance(child, nnx.Variable):
+            found.append(child)
+        elif isinstance(child, (nnx.List, nnx.Dict, list, tuple, dict)):
+            found.extend(_own_variables(child))
+    return found
 
 
-def _state_dtypes(module: nnx.Module) -> list[tuple[nnx.Variable, tuple[Any, ...]]]:
-    """State keeps the dtype it is stored in, whatever precision its new value is computed in."""
+def _state_dtypes(module: nnx.Module) -> list[tuple[nnx.Variable[Any], tuple[Any, ...]]]:
+    """State keeps the dtype it is stored in, whatever precision its new value is computed in.
+
+    The outermost module answers for the whole model, as a module may write another's state.
+    """
+    if regions.running() is None:
+        variables = [x for _, x in nnx.iter_graph(module) if isinstance(x, nnx.Variable)]
+    else:
+        variables = _own_variables(module)
     return [
         (variable, casting.dtypes_of(variable.get_value()))
-        for variable in _own_variables(module)
+        for variable in variables
         if not isinstance(variable, (nnx.Param, nnx.Intermediate, nnx.RngState))
     ]
 
@@ -327,7 +337,10 @@ class Optimizer(nnx.Optimizer[M]):
             loss_scale = loss_scale_for(policies_of(model) or "float32")
         loss_scale = as_loss_scale(loss_scale)
         check_loss_scale(loss_scale)
-        super().__init__(model, tx, wrt=wrt)
+        in_float32 = optax.GradientTransformationExtraArgs(
+            lambda params: tx.init(gradients.to_float32(params)), optax.with_extra_args_support(tx).update
+        )
+        super().__init__(model, in_float32, wrt=wrt)
         self.skipped = nnx.OptState(jnp.zeros([], jnp.int32))
         self._loss_scale = nnx.data(jax.tree.map(lambda x: nnx.OptState(jnp.asarray(x)), loss_scale))
 
@@ -382,10 +395,11 @@ class Optimizer(nnx.Optimizer[M]):
 def _kept_if(finite: jax.Array, new: nnx.State, old: nnx.State) -> nnx.State:
     """The model's new state, or its old one; random streams move on in either case."""
     before = dict(nnx.to_flat_state(old))
-    kept = []
-    for path, variable in nnx.to_flat_state(new):
-        if path in before and not isinstance(variable, nnx.RngState):
-            value = gradients.select_tree(finite, variable.get_value(), before[path].get_value())
-            variable = variable.replace(value)
-        kept.append((path, variable))
-    return nnx.from_flat_state(kept)
+
+    def kept(path: Any, leaf: Any) -> Any:
+        if path not in before or isinstance(leaf, nnx.RngState):
+            return leaf
+        # Variables are pytrees; a leaf may also be a bare array.
+        return gradients.select_tree(finite, leaf, before[path])
+
+    return nnx.from_flat_state([(path, kept(path, leaf)) for path, leaf in nnx.to_flat_state(new)])

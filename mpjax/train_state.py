@@ -36,13 +36,13 @@ class TrainState(train_state.TrainState):
       loss_scale: a loss scale.
       model_state: what the model itself changes, such as batch statistics; None without.
       skipped: steps whose gradients were not finite, shape [] and dtype int32.
-      policy: the `PolicyMap` that the model runs under; static.
+      policy: the `PolicyMap` that the model runs under, or None; static.
     """
 
     loss_scale: Any = None
     model_state: Any = None
     skipped: Any = 0
-    policy: PolicyMap = struct.field(pytree_node=False, default=PolicyMap())
+    policy: PolicyMap | None = struct.field(pytree_node=False, default=None)
 
     @classmethod
     def create(  # type: ignore[override]
@@ -51,7 +51,7 @@ class TrainState(train_state.TrainState):
         apply_fn: Callable[..., Any] | None,
         params: Any,
         tx: optax.GradientTransformation,
-        policy: "str | dict | jmp.Policy | PolicyMap" = "float32",
+        policy: "str | dict | jmp.Policy | PolicyMap | None" = None,
         loss_scale: Any = None,
         model_state: Any = None,
         **kwargs: Any,
@@ -60,9 +60,11 @@ class TrainState(train_state.TrainState):
 
         Args:
           apply_fn: kept for convenience; may be None.
-          params: the parameters. Floating ones are stored in the param dtype of the policy that governs them.
+          params: the parameters. They are stored in the param dtype of the policy that governs them; 16-bit ones
+            are refused where that is float32, as bits that were lost do not come back.
           tx: any optax transformation.
-          policy: a policy string, a policy, a dict from pattern to policy, or a `PolicyMap`.
+          policy: a policy string, a policy, a dict from pattern to policy, or a `PolicyMap`; None leaves precision
+            alone, as Flax's own state does.
           loss_scale: a loss scale, ours or jmp's; by default what the policy needs: dynamic if anything
             computes in float16, else none.
           model_state: a pytree of what the model itself changes.
@@ -70,24 +72,31 @@ class TrainState(train_state.TrainState):
 
         Raises:
           TypeError: if a parameter is not floating.
-          ValueError: if the loss scale is zero, negative, not finite or not a scalar.
+          ValueError: if the loss scale is zero, negative, not finite or not a scalar, or a parameter has fewer
+            bits than its policy stores.
         """
-        policies = as_policy_map(policy)
+        policies = None if policy is None else as_policy_map(policy)
         gradients.check_floating(params, "params")
+        if policies is not None:
+            check_params(params, policies, only_narrower=True)
+            params = cast_params(params, policies)
         loss_scale = loss_scale_for(policies) if loss_scale is None else as_loss_scale(loss_scale)
         check_loss_scale(loss_scale)
-        state = super().create(
-            apply_fn=apply_fn,
-            params=cast_params(params, policies),
+        trained = params["params"] if _has_overwritten(params) else params
+        state = cls(
+            # Not a Python 0, for which jit would trace a second time after the first step.
+            step=jnp.zeros([], jnp.int32),
+            apply_fn=apply_fn,  # type: ignore[arg-type]
+            params=params,
             tx=tx,
+            opt_state=tx.init(gradients.to_float32(trained)),
             loss_scale=jax.tree.map(jnp.asarray, loss_scale),
             model_state=model_state,
             skipped=jnp.zeros([], jnp.int32),
             policy=policies,
             **kwargs,
         )
-        # Flax starts with a Python 0, for which jit would trace a second time after the first step.
-        return _without_aliases(state.replace(step=jnp.zeros([], jnp.int32)))
+        return _without_aliases(state)
 
     def apply_gradients(  # type: ignore[override]
         self, *, grads: Any, finite: jax.Array | bool | None = None, **kwargs: Any
@@ -162,8 +171,13 @@ def cast_params(params: Any, policies: "str | dict | jmp.Policy | PolicyMap") ->
     return casting.cast_to_dtypes(params, tuple(dtype for _, _, dtype in stored))
 
 
-def check_params(params: Any, policies: PolicyMap) -> None:
+def check_params(params: Any, policies: PolicyMap, *, only_narrower: bool = False) -> None:
     """Raises if a parameter is not stored in the param dtype of its policy, as after a wrong restore.
+
+    Args:
+      params: the parameters.
+      policies: the map that governs them.
+      only_narrower: let those pass that have more bits than the policy stores.
 
     Raises:
       ValueError: listing the first such parameters and the ways out.
@@ -171,14 +185,17 @@ def check_params(params: Any, policies: PolicyMap) -> None:
     wrong = [
         f"'{path}' is {leaf.dtype}, its policy stores {dtype}"
         for path, leaf, dtype in _param_dtypes(params, policies)
-        if dtype is not None and casting.castable(leaf) and leaf.dtype != dtype
+        if dtype is not None
+        and casting.castable(leaf)
+        and leaf.dtype != dtype
+        and not (only_narrower and leaf.dtype.itemsize > dtype.itemsize)
     ]
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ValueError(
             f"Parameters disagree with the policy '{policies}': {'; '.join(wrong[:3])}{more}. If they were "
-            "restored from another run, cast them with state.replace(params=mpjax.cast_params(params, policy)) "
-            "and make the optimizer state anew, or train under the policy that they were saved with."
+            "restored from a run under another policy, train under that one; or cast them, with "
+            "mpjax.cast_params(params, policy), and make the state anew with TrainState.create."
         )
 
 
@@ -201,16 +218,23 @@ def _param_dtypes(params: Any, policies: PolicyMap) -> list[tuple[str, Any, Any]
 def _updated(
     tx: optax.GradientTransformation, grads: Any, params: Any, opt_state: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Parameters and optimizer state after an update, in the dtypes they had before."""
-    trained, trained_grads = params, grads
-    overwritten = isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params
-    if overwritten:
-        trained, trained_grads = params["params"], grads["params"]
-    updates, new_opt_state = tx.update(trained_grads, opt_state, trained, **kwargs)
-    new = casting.cast_to_dtypes(optax.apply_updates(trained, updates), casting.dtypes_of(trained))
+    """Parameters and optimizer state after an update that sees float32 alone, in the dtypes they had before.
+
+    Optimizers cast parts of their state to the dtype of the parameters, where an epsilon of 1e-30 is zero.
+    """
+    overwritten = _has_overwritten(params)
+    trained, trained_grads = (params["params"], grads["params"]) if overwritten else (params, grads)
+    wide = gradients.to_float32(trained)
+    updates, new_opt_state = tx.update(trained_grads, opt_state, wide, **kwargs)
+    new = casting.cast_to_dtypes(optax.apply_updates(wide, updates), casting.dtypes_of(trained))
     if overwritten:
         new = {"params": new, OVERWRITE_WITH_GRADIENT: grads[OVERWRITE_WITH_GRADIENT]}
     return new, casting.cast_to_dtypes(new_opt_state, casting.dtypes_of(opt_state))
+
+
+def _has_overwritten(params: Any) -> bool:
+    """Whether parameters come with state that fp8 layers hand back in the place of gradients."""
+    return isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params
 
 
 def shaped_like(new: Any, old: Any, field: str) -> Any:

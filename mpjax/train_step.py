@@ -23,7 +23,7 @@ def make_train_step(
     axis_name: Any = None,
     has_model_state: bool = False,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
-    """Returns a function that takes one step under the state's policy and loss scale.
+    """Returns a function that takes one step under the policy and the loss scale of a `TrainState`.
 
     Jit it, and donate the state: `jax.jit(make_train_step(loss_fn), donate_argnums=0)`.
 
@@ -55,11 +55,12 @@ def make_train_step(
     functools.update_wrapper(loss_and_results, loss_fn, updated=())
 
     @functools.lru_cache(maxsize=8)
-    def grad_fn_under(policies: PolicyMap) -> Callable[..., Any]:
+    def grad_fn_under(policies: PolicyMap | None) -> Callable[..., Any]:
         return gradients.value_and_unscaled_grad(loss_and_results, policies, axis_name=axis_name)
 
     def step(state: TrainState, batch: Any, rng: Any = None) -> tuple[TrainState, Metrics]:
-        check_params(state.params, state.policy)
+        if state.policy is not None:
+            check_params(state.params, state.policy)
         grad_fn = grad_fn_under(state.policy)
 
         def microbatch(model_state: Any, batch: Any, rng: Any) -> Any:
