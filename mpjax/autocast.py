@@ -26,7 +26,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax.extend.core.primitives as jex
 import jmp
-from jax._src.lax import lax as _lax  # for ragged_dot_general_p, which jax.extend lacks
+from jax._src.lax import lax as _lax  # for ragged_dot_general_p, which jax.extend lacks,
+from jax._src.state import primitives as _state  # and for the writes to a jax.Ref
 from jax.extend.linear_util import transformation2
 
 from mpjax import regions, rules
@@ -185,7 +186,7 @@ _TABLE: dict[Callable[..., Any], tuple[str, ...]] = {
         *("cholesky", "eig", "eigh", "householder_product", "lu", "qr", "schur", "svd"),
         *("triangular_solve", "fft"),
     ),
-    rules.stored_rule: ("dynamic_update_slice",),
+    rules.stored_rule: ("dynamic_update_slice", "pad", "swap", "addupdate"),
     rules.mixed_rule: (
         *("add", "sub", "mul", "div", "rem", "max", "min", "atan2", "nextafter", "clamp"),
         *("eq", "ne", "lt", "le", "gt", "ge", "select_n", "concatenate"),
@@ -198,7 +199,8 @@ _TABLE: dict[Callable[..., Any], tuple[str, ...]] = {
 def _install() -> None:
     for rule, names in _TABLE.items():
         for name in names:
-            primitive = getattr(jex, f"{name}_p", None) or getattr(_lax, f"{name}_p", None)
+            found = (getattr(module, f"{name}_p", None) for module in (jex, _lax, _state))
+            primitive = next((p for p in found if p is not None), None)
             # Some names came or went between versions of JAX. A module that is loaded twice must not wrap twice.
             if primitive is None or hasattr(primitive.bind, "rule"):
                 continue

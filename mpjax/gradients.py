@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import jmp
 import numpy as np
+import optax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax import lax
 
@@ -155,17 +156,19 @@ def to_float32(tree: T) -> T:
 
 
 def average_over_axis(tree: T, axis_name: AxisName) -> T:
-    """The mean of the floating leaves over the replicas of one or several mapped axes, in float32.
+    """The mean of the floating leaves over the replicas of one or several mapped axes.
 
     The next scales that fp8 layers hand back are not averaged: the largest holds for all replicas.
     """
 
     def average(path: Any, x: Any) -> Any:
-        if not casting.is_inexact_array(x):
-            return x
         for name in _names(axis_name):
             if _is_tracked(name) and name not in _varying(x):
                 continue  # shard_map knows that it is the same everywhere
+            if not casting.is_inexact_array(x):
+                # A counter is the same everywhere; where JAX keeps track it has to be told so.
+                x = lax.pmax(x, name) if _is_tracked(name) and _is_integer(x) else x
+                continue
             x = lax.pmax(x, name) if _is_overwritten(path) else lax.pmean(x, name)
         return x
 
@@ -184,6 +187,10 @@ def _varying_over(tree: T, axis_name: AxisName) -> T:
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(vary, tree)
+
+
+def _is_integer(x: Any) -> bool:
+    return jnp.issubdtype(getattr(x, "dtype", None), jnp.integer)
 
 
 def _names(axis_name: AxisName) -> tuple[Any, ...]:
@@ -213,8 +220,19 @@ def combine_over_axis(tree: T, axis_name: AxisName) -> T:
     return jax.tree.map(combine, tree)
 
 
+def global_norm(grads: Any) -> jax.Array:
+    """The Euclidean norm of all gradients together, shape [] and dtype float32."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(grads)
+    return optax.tree.norm([to_float32(g) for path, g in flat if not _is_overwritten(path)])
+
+
 def accumulate(
-    grad_fn: Callable[[Any, Any, Any], tuple[Any, Any]], steps: int, carry: Any, batch: Any, rng: Any
+    grad_fn: Callable[[Any, Any, Any], tuple[Any, Any]],
+    steps: int,
+    carry: Any,
+    batch: Any,
+    rng: Any,
+    axis_name: AxisName | None = None,
 ) -> tuple[Any, Any, Any]:
     """Runs `grad_fn` over equal microbatches and averages what it returns.
 
@@ -224,6 +242,7 @@ def accumulate(
       carry: what a microbatch hands to the next, such as batch statistics.
       batch: a pytree of arrays whose first axis is the batch.
       rng: a key, of which each microbatch gets its own, or None.
+      axis_name: a mapped axis over whose replicas the results are still to be averaged.
 
     Returns:
       `(carry, results, grads)`: of `results`, floating leaves are averaged, integers (counts) added up and
@@ -239,6 +258,8 @@ def accumulate(
     rngs = None if rng is None else jax.random.split(rng, steps)
     shapes = jax.eval_shape(grad_fn, carry, *jax.tree.map(lambda x: x[0], (microbatches, rngs)))[1]
     zeros = jax.tree.map(lambda g: jnp.zeros(g.shape, g.dtype), shapes)
+    if axis_name is not None:  # the carry has to start as varying as it comes out
+        carry, zeros = _varying_over((carry, zeros), axis_name)
 
     def body(state: tuple[Any, Any], inputs: tuple[Any, Any]) -> tuple[Any, Any]:
         carry, total = state

@@ -19,7 +19,7 @@ import optax
 from flax import nnx
 from flax.nnx.nn import recurrent
 
-from mpjax import casting, gradients, regions
+from mpjax import casting, dtypes, gradients, regions
 from mpjax.autocast import Watch, module_hooks, under
 from mpjax.loss_scale import as_loss_scale, check_loss_scale, loss_scale_for
 from mpjax.policy_map import PolicyMap, as_policy_map
@@ -229,8 +229,11 @@ def _store_params(module: nnx.Module, governed: Governed) -> None:
     for variable in _own_variables(module):
         if isinstance(variable, nnx.Param):
             value = variable.get_value()
-            if casting.castable(value) and value.dtype != dtype:
-                variable.set_value(value.astype(dtype))
+            if isinstance(value, jax.ShapeDtypeStruct):  # an abstract model, to restore into
+                if value.dtype in dtypes.CASTABLE:
+                    variable.set_value(value.update(dtype=dtype))
+            else:
+                variable.set_value(casting.cast_floating(value, dtype))
 
 
 def _reduce(self: nnx.Module) -> Any:

@@ -218,7 +218,7 @@ def _widened(args: tuple[Any, ...]) -> list[Any]:
 
 
 def stored_rule(bind: Bind, operand: Any, update: Any, *starts: Any, **params: Any) -> Any:
-    """A cache keeps its dtype, whatever precision the values come in."""
+    """A buffer, such as a cache, keeps its dtype, whatever precision the values come in."""
     if regions.current() is not None and {operand.dtype, update.dtype} <= dtypes.CASTABLE:
         update = _cast(update, operand.dtype)
     return bind(operand, update, *starts, **params)

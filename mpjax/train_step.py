@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from mpjax import gradients
 from mpjax.policy_map import PolicyMap
@@ -69,7 +68,7 @@ def make_train_step(
             return (new, {"loss": loss} | metrics), grads
 
         model_state, metrics, grads = gradients.accumulate(
-            microbatch, accumulate_steps, state.model_state, batch, rng
+            microbatch, accumulate_steps, state.model_state, batch, rng, axis_name
         )
         if axis_name is not None:
             model_state, grads = gradients.average_over_axis((model_state, grads), axis_name)
@@ -77,7 +76,7 @@ def make_train_step(
         finite = gradients.all_finite(grads)
         ours = {
             "loss": metrics.pop("loss"),
-            "grad_norm": optax.tree.norm(grads),
+            "grad_norm": gradients.global_norm(grads),
             "loss_scale": jnp.asarray(state.loss_scale.loss_scale, jnp.float32),
             "finite": finite,
         }
