@@ -190,7 +190,7 @@ def _varying_over(tree: T, axis_name: AxisName) -> T:
 
 
 def _is_integer(x: Any) -> bool:
-    return jnp.issubdtype(getattr(x, "dtype", None), jnp.integer)
+    return isinstance(x, (np.ndarray, jax.Array)) and jnp.issubdtype(x.dtype, jnp.integer)
 
 
 def _names(axis_name: AxisName) -> tuple[Any, ...]:
