@@ -80,7 +80,7 @@ class Policy(jmp.Policy):
         return ",".join(names + ((f"gemm={self.gemm}",) if self.gemm else ()))
 
 
-def get_policy(policy: "str | jmp.Policy", *, half: DTypeLike | None = None) -> Policy:
+def get_policy(policy_name: "str | jmp.Policy", *, half: DTypeLike | None = None) -> Policy:
     """Returns the policy that a string describes.
 
     The grammar is jmp's: `"p=f32,c=bf16,o=f32"`, with long keys `params`, `compute`, `output`. What is left
@@ -89,35 +89,35 @@ def get_policy(policy: "str | jmp.Policy", *, half: DTypeLike | None = None) -> 
     `mixed_float16`, and `gemm=<recipe>`. `get_policy(str(p)) == p` for every policy.
 
     Args:
-      policy: the string; a policy, ours or jmp's, is taken over.
+      policy_name: the string; a policy, ours or jmp's, is taken over.
       half: what the name `half` stands for. By default bfloat16 on TPU and float16 elsewhere, decided
         now and once: the policy prints as what it resolved to.
 
     Raises:
       ValueError: if the string has an unknown or repeated key, an unknown dtype or an empty part.
-      TypeError: if `policy` is neither a string nor a policy.
+      TypeError: if `policy_name` is neither a string nor a policy.
     """
-    if isinstance(policy, Policy):
-        return policy
-    if isinstance(policy, jmp.Policy):
-        return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
-    if not isinstance(policy, str):
+    if isinstance(policy_name, Policy):
+        return policy_name
+    if isinstance(policy_name, jmp.Policy):
+        return Policy(policy_name.param_dtype, policy_name.compute_dtype, policy_name.output_dtype)
+    if not isinstance(policy_name, str):
         raise TypeError(
-            f"Expected a policy string such as 'p=f32,c=bf16,o=f32' or a Policy, got {policy!r} of type "
-            f"{type(policy).__name__}."
+            f"Expected a policy string such as 'p=f32,c=bf16,o=f32' or a Policy, got {policy_name!r} of type "
+            f"{type(policy_name).__name__}."
         )
-    text = policy.strip().lower()
+    text = policy_name.strip().lower()
     text = _PRESETS.get(text, text)
     if "=" not in text:
         try:
             dtype = dtypes.parse_dtype(text, half=half)
         except ValueError as e:
             raise ValueError(
-                f"{e} In policy '{policy}'; a policy is a dtype, a string such as 'p=f32,c=bf16,o=f32', or "
+                f"{e} In policy '{policy_name}'; a policy is a dtype, a string such as 'p=f32,c=bf16,o=f32', or "
                 f"one of {', '.join(sorted(_PRESETS))}."
             ) from None
         return Policy(dtype, dtype, dtype)
-    values = _parse_parts(text, policy)
+    values = _parse_parts(text, policy_name)
     parsed = {
         field: dtypes.parse_dtype(value, half=half) for field, value in values.items() if field != "gemm"
     }
