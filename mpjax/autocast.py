@@ -52,7 +52,6 @@ class Watch:
       governed: the entries of the map that matched a module.
       modules: class and entry of each module that was called, by path, in the order of the calls.
       paths: the paths of all modules, also of those that were not called.
-      initialized: whether a module created its parameters, so that they are among the results.
     """
 
     policies: PolicyMap
@@ -60,17 +59,16 @@ class Watch:
     governed: set[int] = dataclasses.field(default_factory=set)
     modules: dict[str, tuple[type, int]] = dataclasses.field(default_factory=dict)
     paths: set[str] = dataclasses.field(default_factory=set)
-    initialized: bool = False
 
 
 def autocast(fn: Callable[P, R], policies: "str | dict | jmp.Policy | PolicyMap") -> Callable[P, R]:
     """Returns `fn` running under policies.
 
-    The function is a region of its own: matrix products and convolutions in it take operands of the compute
-    dtype, sums and exponentials run in float32, floating arguments narrower than the compute dtype are
-    widened and floating results (other than scalars) come back in the output dtype. flax.linen modules
-    that it calls follow the map; nnx modules do after `mpjax.nnx.apply_policy`. What creates
-    parameters, such as `model.init`, gets them back in their param dtype.
+    Matrix products and convolutions in it take operands of the compute dtype, sums and exponentials run in
+    float32. flax.linen modules that it calls follow the map; nnx modules do after
+    `mpjax.nnx.apply_policy`. Modules hand over their results in the output dtype, and their parameters
+    and state as they are stored. A function that calls no module is treated as one: floating arguments
+    narrower than the compute dtype are widened, floating results (other than scalars) come back in the output dtype.
 
     Activations between plain operations have the dtypes that JAX's promotion gives them: a float32 bias makes
     float32 of a product, and `x @ w` hands back what `x` and `w` came in. Modules narrow what they hand over.
@@ -95,8 +93,8 @@ def autocast(fn: Callable[P, R], policies: "str | dict | jmp.Policy | PolicyMap"
 
     @functools.wraps(fn)
     def autocast_fn(*args: P.args, **kwargs: P.kwargs) -> R:
-        out, watch = run.watched(*args, **kwargs)
-        return out if watch.initialized else regions.hand_over(out, output_dtype)
+        out = run(*args, **kwargs)
+        return out if run.called_modules else regions.hand_over(out, output_dtype)
 
     return autocast_fn
 
@@ -113,6 +111,7 @@ class under:
         self._name = _name_of(fn)
         # Over all calls, as one that hits a trace cache sees fewer modules than the one that filled it.
         self._governed: set[int] = set()
+        self.called_modules = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.watched(*args, **kwargs)[0]
@@ -124,7 +123,8 @@ class under:
         with contextlib.ExitStack() as stack:
             for hook in module_hooks:
                 stack.enter_context(hook(watch))
-            out = regions.call_function(self.fn, args, kwargs, self.region, self._name)
+            out, called_modules = regions.call_function(self.fn, args, kwargs, self.region, self._name)
+        self.called_modules |= called_modules
         self._governed |= watch.governed
         if policies.entries and watch.paths:
             policies.check_governs(self._governed, watch.paths)
@@ -144,7 +144,7 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def full_precision_fn(*args: P.args, **kwargs: P.kwargs) -> R:
-        return regions.call_function(fn, args, kwargs, regions.FULL_PRECISION, name)
+        return regions.call_function(fn, args, kwargs, regions.FULL_PRECISION, name)[0]
 
     return full_precision_fn
 

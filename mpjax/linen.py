@@ -64,7 +64,6 @@ def _call(
         out = next_fun(*args, **kwargs)
         _keep_stored_dtypes(module, stored)
         if module.is_initializing():
-            watch.initialized = True
             _store_params(module, policies.policy(entry).param_dtype)
         return out
 

@@ -124,6 +124,8 @@ class _Running(threading.local):
 
     def __init__(self) -> None:
         self.modules: list[tuple[str, type]] = []
+        # Whether the function that runs has called a module.
+        self.entered = False
 
 
 _running = _Running()
@@ -172,6 +174,7 @@ def call_module(
     carried = casting.dtypes_of(args[0] if args else kwargs.get("carry")) if carries else None
     args, kwargs = widen((args, kwargs), region.compute_dtype, is_leaf)
     _running.modules.append((path, cls))
+    _running.entered = True
     try:
         with ambient(region), _explained(name, region):
             out = call(*args, **kwargs)
@@ -189,15 +192,20 @@ def call_function(
     kwargs: dict[str, Any],
     region: Region,
     name: str,
-) -> Any:
-    """Calls a function in `region`; a function is not a module, so what it returns is left to the caller."""
+) -> tuple[Any, bool]:
+    """Calls a function in `region`.
+
+    Returns:
+      What it returns, left as it is, and whether it called a module.
+    """
     args, kwargs = widen((args, kwargs), region.compute_dtype)
-    outer, _running.modules = _running.modules, []
+    outer = _running.modules, _running.entered
+    _running.modules, _running.entered = [], False
     try:
         with ambient(region), _explained(name, region):
-            return call(*args, **kwargs)
+            return call(*args, **kwargs), _running.entered
     finally:
-        _running.modules = outer
+        _running.modules, _running.entered = outer
 
 
 def widen(tree: Any, dtype: np.dtype, is_leaf: Callable[[Any], bool] | None = None) -> Any:
@@ -233,7 +241,7 @@ def _is_ancestor(ancestor: str, path: str) -> bool:
 
 
 _FLOAT_TYPE = re.compile(r"\b(?:float(?:16|32|64)|bfloat16|f16|f32|bf16)(?=\[)")
-_MUST_AGREE = ("carry", "body_fun output", "branches must have equal types", "true_fun and false_fun")
+_MUST_AGREE = ("carry", "body_fun output", "must have equal")
 
 
 @contextlib.contextmanager
