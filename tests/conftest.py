@@ -1,0 +1,42 @@
+"""What every test runs under."""
+
+import pathlib
+from collections.abc import Iterator
+
+import hypothesis
+import jax
+import optax
+import pytest
+from optimizers import standard
+
+# Before anything asks for a device: replicas are tested on several, which share the cores of this machine.
+jax.config.update("jax_num_cpu_devices", 4)
+
+# Most of the time goes into compiling small programs, many of them the same.
+jax.config.update(
+    "jax_compilation_cache_dir", str(pathlib.Path(__file__).parent.parent / ".pytest_cache" / "jax")
+)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+hypothesis.settings.register_profile(
+    "mpjax",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=30,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("mpjax")
+
+
+@pytest.fixture
+def strict_promotion() -> Iterator[None]:
+    """Turns a silent upcast between arrays in the library's own arithmetic into an error."""
+    with jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+@pytest.fixture
+def strict_promotion_but_optax(strict_promotion: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for code that calls optax, whose own arithmetic mixes dtypes; see `lenient`."""
+    monkeypatch.setattr(optax, "apply_updates", standard(optax.apply_updates))

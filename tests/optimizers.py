@@ -1,0 +1,46 @@
+"""Optimizers of optax, whose own arithmetic mixes dtypes, for tests that run under strict promotion."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+
+def standard(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f` under JAX's standard promotion."""
+
+    @functools.wraps(f)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return f(*args, **kwargs)
+
+    return run
+
+
+@functools.cache
+def lenient(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """`tx` under JAX's standard promotion."""
+    tx = optax.with_extra_args_support(tx)
+    return optax.GradientTransformationExtraArgs(standard(tx.init), standard(tx.update))
+
+
+EVERY = {
+    "adam": lambda: optax.adam(1e-2),
+    "adamw": lambda: optax.adamw(1e-2, weight_decay=0.0),
+    "rmsprop": lambda: optax.rmsprop(1e-2),
+    "adabelief": lambda: optax.adabelief(1e-2),
+    "amsgrad": lambda: optax.amsgrad(1e-2),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=2),
+    "novograd": lambda: optax.novograd(1e-2),
+    "adan": lambda: optax.adan(1e-2, weight_decay=0.0),
+}
+
+
+def keeps_params() -> optax.GradientTransformation:
+    """An optimizer whose state holds the parameters themselves, as some of optax's do."""
+    return optax.GradientTransformation(
+        lambda params: {"kept": params, "again": params},
+        lambda updates, state, params=None: (jax.tree.map(lambda g: -g, updates), state),
+    )
