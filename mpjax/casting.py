@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from flax.core import FrozenDict
 from jax.typing import DTypeLike
 
 from mpjax import dtypes
@@ -27,7 +28,7 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
       A tree of the same structure.
     """
     dtype = np.dtype(dtype)
-    return jax.tree.map(lambda x: cast_leaf(x, dtype) if is_floating_array(x) else x, tree)
+    return map_changed(lambda x: cast_leaf(x, dtype) if is_floating_array(x) else x, tree)
 
 
 def cast_to_full(tree: T) -> T:
@@ -82,9 +83,25 @@ def cast_to_dtypes(tree: T, leaf_dtypes: tuple[np.dtype | None, ...]) -> T:
 
 
 def map_changed(f: Callable[[Any], Any], tree: T, is_leaf: Callable[[Any], bool] | None = None) -> T:
-    """`jax.tree.map`, but the very same tree where `f` changes no leaf."""
+    """`jax.tree.map`, but the very same tree where `f` changes no leaf, and dicts keep the order of their keys.
+
+    Code between modules may iterate over a dict, and a cast must not change what it sees.
+    """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_leaf)
     new = [f(x) for x in leaves]
     if all(a is b for a, b in zip(leaves, new, strict=True)):
         return tree
-    return jax.tree.unflatten(treedef, new)
+    return _in_order_of(tree, jax.tree.unflatten(treedef, new))
+
+
+def _in_order_of(old: Any, new: Any) -> Any:
+    """`new` with the keys of its dicts in the order of those of `old`: JAX sorts them."""
+    if new is old:
+        return old
+    if type(old) in (dict, FrozenDict):
+        return type(old)({key: _in_order_of(value, new[key]) for key, value in old.items()})
+    if type(old) in (list, tuple):
+        return type(old)(_in_order_of(a, b) for a, b in zip(old, new, strict=True))
+    if isinstance(old, tuple) and hasattr(old, "_make"):
+        return old._make(_in_order_of(a, b) for a, b in zip(old, new, strict=True))
+    return new

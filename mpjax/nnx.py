@@ -23,7 +23,7 @@ from mpjax import casting, dtypes, gradients, regions
 from mpjax.autocast import Watch, module_hooks, under
 from mpjax.loss_scale import as_loss_scale, check_loss_scale, loss_scale_for
 from mpjax.policy_map import PolicyMap, as_policy_map
-from mpjax.train_state import apply_if_finite
+from mpjax.train_state import apply_if_finite, check_stored
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -267,7 +267,7 @@ def value_and_grad(
       are finite, but its random streams move on.
 
     Raises:
-      ValueError: when called, if the model carries no policy.
+      ValueError: when called, if the model carries no policy or a parameter is not stored as it says.
     """
 
     @functools.wraps(loss_fn)
@@ -277,6 +277,7 @@ def value_and_grad(
             raise ValueError(
                 f"{type(model).__name__} carries no policy; pass mpjax.nnx.apply_policy(model, policies)."
             )
+        _check_params(model, policies)
         graphdef, params, rest = nnx.split(model, wrt, ...)  # type: ignore[misc]
 
         def pure_loss(params: nnx.State, rest: nnx.State, *args: Any) -> tuple[Any, Any]:
@@ -393,6 +394,20 @@ class Optimizer(nnx.Optimizer[M]):
         self.step[...] += 1
         self.skipped[...] += 1 - finite.astype(jnp.int32)
         return finite
+
+
+def _check_params(model: nnx.Module, policies: PolicyMap) -> None:
+    """Refuses masters that something, such as `nnx.update` with cast values, has overwritten."""
+    found = []
+    for path, module in nnx.iter_modules(model):
+        governed: Governed | None = getattr(module, _ATTRIBUTE, None)
+        if governed is None:
+            continue
+        wanted = governed.policies.policy(governed.entry).param_dtype
+        for name, variable in vars(module).items():
+            if isinstance(variable, nnx.Param) and casting.castable(variable.get_value()):
+                found.append(("/".join(map(str, (*path, name))), variable.get_value().dtype, wanted))
+    check_stored(found, policies)
 
 
 def _kept_if(finite: jax.Array, new: nnx.State, old: nnx.State) -> nnx.State:

@@ -182,13 +182,30 @@ def check_params(params: Any, policies: PolicyMap, *, only_narrower: bool = Fals
     Raises:
       ValueError: listing the first such parameters and the ways out.
     """
+    check_stored(
+        [
+            (path, leaf.dtype, dtype)
+            for path, leaf, dtype in _param_dtypes(params, policies)
+            if dtype is not None
+            and casting.castable(leaf)
+            and not (only_narrower and leaf.dtype.itemsize > dtype.itemsize)
+        ],
+        policies,
+    )
+
+
+def check_stored(found: list[tuple[str, Any, Any]], policies: PolicyMap) -> None:
+    """Raises if dtypes differ from those that the policies ask for.
+
+    Args:
+      found: path, dtype and wanted dtype of each parameter.
+      policies: the map that wants them.
+
+    Raises:
+      ValueError: listing the first such parameters and the ways out.
+    """
     wrong = [
-        f"'{path}' is {leaf.dtype}, its policy stores {dtype}"
-        for path, leaf, dtype in _param_dtypes(params, policies)
-        if dtype is not None
-        and casting.castable(leaf)
-        and leaf.dtype != dtype
-        and not (only_narrower and leaf.dtype.itemsize > dtype.itemsize)
+        f"'{path}' is {dtype}, its policy stores {wanted}" for path, dtype, wanted in found if dtype != wanted
     ]
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
