@@ -1,0 +1,50 @@
+"""Errors that a person can act on: one line, no traceback, exit status 2."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+
+USAGE_STATUS = 2
+_EXTRA = {
+    "tyro": "tyro",
+    "rich": "rich",
+    "orbax.checkpoint": "orbax-checkpoint",
+    "sklearn": "scikit-learn",
+    "matplotlib": "matplotlib",
+}
+
+
+class UsageError(ValueError):
+    """What was asked for cannot be done; the message says what would."""
+
+
+def missing_extras() -> list[str]:
+    """The packages of the `experiments` extra that are not installed."""
+    return [name for module, name in _EXTRA.items() if not _installed(module)]
+
+
+def run(command: Callable[[], int]) -> int:
+    """Runs a command and returns its exit status, with usage errors as one line on stderr.
+
+    Args:
+      command: imports what it needs and returns an exit status.
+    """
+    if missing := missing_extras():
+        names = ", ".join(missing)
+        return _fail(f"the experiments need {names}; run pip install -e '.[experiments]'")
+    try:
+        return command()
+    except UsageError as e:
+        return _fail(str(e))
+
+
+def _fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return USAGE_STATUS
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the parent of a dotted name
+        return False

@@ -1,0 +1,161 @@
+"""The training loop, the same for every model and for both commands."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import optax
+
+import mpjax
+from experiments.tasks import Task
+
+Record = dict[str, Any]
+
+
+class Observer(Protocol):
+    """Watches the loop; its methods are called outside the time that counts for the rate."""
+
+    def logged(self, records: list[Record], rate: float, seconds_left: float) -> None:
+        """A few more steps are done; `rate` is in units/s."""
+
+    def state_at(self, state: mpjax.TrainState, batch: Any) -> None:
+        """The state after a validation, with the batch that comes next."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Intervals:
+    """Steps from one event to the next."""
+
+    log: int
+    evaluate: int
+    checkpoint: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a training ended.
+
+    Attributes:
+      state: after the last step.
+      finished: False if it was stopped.
+      rate: units/s over this session's steps, without compilation, validation and checkpoints.
+      seconds: that the steps took.
+      validation: `val_loss` and `val_accuracy` after the last step; empty if it was stopped.
+    """
+
+    state: mpjax.TrainState
+    finished: bool
+    rate: float
+    seconds: float
+    validation: dict[str, float]
+
+
+def create_state(
+    task: Task, tx: optax.GradientTransformation, loss_scale: mpjax.LossScale, seed: int
+) -> mpjax.TrainState:
+    """The state before the first step."""
+    params, model_state = task.init(seed)
+    return mpjax.TrainState.create(
+        apply_fn=None,
+        params=params,
+        tx=tx,
+        policy=task.policies,
+        loss_scale=loss_scale,
+        model_state=model_state,
+    )
+
+
+def compile_step(
+    task: Task, state: mpjax.TrainState, key: jax.Array, accumulate_steps: int
+) -> Callable[..., Any]:
+    """Compiles `(state, batch, key) -> (state, metrics)`, which donates its state.
+
+    Args:
+      task: model and data.
+      state: decides on shapes and dtypes.
+      key: every step folds its own number into it.
+      accumulate_steps: microbatches per step.
+    """
+    step = mpjax.make_train_step(task.loss, accumulate_steps=accumulate_steps, has_model_state=True)
+
+    def train_step(state: mpjax.TrainState, batch: Any, key: jax.Array) -> Any:
+        return step(state, batch, jax.random.fold_in(key, state.step))
+
+    return jax.jit(train_step, donate_argnums=0).lower(state, task.batch(0, 0), key).compile()
+
+
+def train(
+    task: Task,
+    step: Callable[..., Any],
+    state: mpjax.TrainState,
+    key: jax.Array,
+    *,
+    seed: int,
+    steps: int,
+    intervals: Intervals,
+    observer: Observer,
+    save: Callable[[mpjax.TrainState], None] | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Trains from the state's step up to `steps`.
+
+    Args:
+      task: model and data.
+      step: of `compile_step`.
+      state: where to start; donated.
+      key: for `step`.
+      seed: decides on the batches.
+      steps: number of the last step.
+      intervals: how often to log, validate and save.
+      observer: is told what happens.
+      save: stores a state; called at checkpoints, at the end and when stopped.
+      stop: asked after every step whether to end early.
+    """
+    done = first = int(state.step)
+    skipped = int(state.skipped)
+    seconds, pending, validation, stopped = 0.0, [], {}, False
+    started = time.perf_counter()
+    while done < steps and not stopped:
+        state, metrics = step(state, task.batch(seed, done), key)
+        pending.append(metrics)
+        done += 1
+        stopped = stop()
+        last = done == steps
+        evaluate = last or done % intervals.evaluate == 0
+        checkpoint = intervals.checkpoint is not None and done % intervals.checkpoint == 0
+        if not (last or stopped or evaluate or checkpoint or done % intervals.log == 0):
+            continue
+        # The only place where the host waits for the device.
+        records = _to_records(jax.device_get(pending), done - len(pending), skipped)
+        seconds += time.perf_counter() - started
+        skipped, pending = records[-1]["skipped"], []
+        rate = (done - first) * task.units_per_step / seconds
+        if evaluate:
+            validation = task.evaluate(state.params, state.model_state)
+            records[-1] |= validation
+        observer.logged(records, rate, (steps - done) * seconds / (done - first))
+        if evaluate:
+            observer.state_at(state, task.batch(seed, done))
+        if save is not None and (last or stopped or checkpoint):
+            save(state)
+        started = time.perf_counter()
+    rate = (done - first) * task.units_per_step / seconds if seconds else 0.0
+    return Outcome(state, done == steps, rate, seconds, validation if done == steps else {})
+
+
+def _to_records(metrics: list[dict[str, Any]], before: int, skipped: int) -> list[Record]:
+    """One record per step, of plain numbers.
+
+    Args:
+      metrics: of consecutive steps, on the host.
+      before: number of the step before the first of them.
+      skipped: steps skipped up to there.
+    """
+    records = []
+    for i, m in enumerate(metrics):
+        skipped += not bool(m["finite"])
+        counts = {"step": before + i + 1, "skipped": skipped, "finite": bool(m["finite"])}
+        records.append({k: float(v) for k, v in m.items()} | counts)
+    return records

@@ -1,0 +1,124 @@
+"""What precision costs and saves, measured: bytes, gradients that vanish, updates that get lost."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+
+import mpjax
+from experiments.tasks import Task
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of the arrays in a pytree."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def tree_size(tree: Any) -> int:
+    """Number of entries of the arrays in a pytree."""
+    return sum(x.size for x in jax.tree.leaves(tree))
+
+
+def activation_bytes(task: Task, state: mpjax.TrainState, batch: Any, rng: jax.Array) -> int:
+    """Bytes that the forward pass saves for the backward pass.
+
+    They are counted on the traced program: everything that `jax.vjp` keeps, but for what was there
+    before (parameters, model state and the batch). What XLA saves again by recomputing is not in it.
+
+    Args:
+      task: model and data.
+      state: decides on shapes and dtypes; nothing is computed.
+      batch: what one forward pass takes.
+      rng: a key.
+    """
+
+    def loss(params: Any, *args: Any) -> Any:
+        return task.loss(params, *args)[0]
+
+    def saved(params: Any, model_state: Any, batch: Any, rng: Any) -> list[Any]:
+        under_policy = mpjax.autocast(loss, task.policies)
+        _, backward = jax.vjp(lambda p: under_policy(p, model_state, batch, rng), params)
+        return jax.tree.leaves(backward)
+
+    jaxpr = jax.make_jaxpr(saved)(state.params, state.model_state, batch, rng).jaxpr
+    given = {id(v) for v in (*jaxpr.invars, *jaxpr.constvars)}
+    kept = {
+        id(v): v.aval
+        for v in jaxpr.outvars
+        if not isinstance(v, jax.extend.core.Literal) and id(v) not in given
+    }
+    return sum(a.size * a.dtype.itemsize for a in kept.values())
+
+
+def sizes(task: Task, state: mpjax.TrainState, accumulate_steps: int, rng: jax.Array) -> dict[str, int]:
+    """Parameter count, and bytes of parameters, optimizer state and a microbatch's activations."""
+    batch = jax.tree.map(lambda x: x[: len(x) // accumulate_steps], task.batch(0, 0))
+    return {
+        "parameters": tree_size(state.params),
+        "param_bytes": tree_bytes(state.params),
+        "optimizer_bytes": tree_bytes(state.opt_state),
+        "activation_bytes": activation_bytes(task, state, batch, rng),
+    }
+
+
+Gradients = Callable[[Any, Any, Any, jax.Array], Any]
+
+
+def float32_gradients(task: Task) -> Gradients:
+    """A jitted function of `(params, model_state, batch, rng)` that returns gradients.
+
+    Args:
+      task: runs in float32.
+    """
+    grad_fn = mpjax.value_and_grad(task.loss, task.policies, has_aux=True)
+    return jax.jit(lambda *args: grad_fn(mpjax.NoOpLossScale(), *args)[1])
+
+
+class LossProbe:
+    """Measures, on a state in training, what a precision loses against float32."""
+
+    def __init__(self, task: Task, exact: Gradients) -> None:
+        """Prepares to measure.
+
+        Args:
+          task: runs under the precision in question.
+          exact: of `float32_gradients`, for the same model.
+        """
+        self._exact = exact
+        self._grad_fn = mpjax.value_and_grad(task.loss, task.policies, has_aux=True)
+        self._measure = jax.jit(self._shares)
+
+    def __call__(self, state: mpjax.TrainState, batch: Any, rng: jax.Array) -> dict[str, float]:
+        """Shares, from 0 to 1.
+
+        Returns:
+          `zeroed`: of the gradient entries that are not zero in float32, those that are here.
+          `lost`: of the entries whose update is not zero in float32, those that keep their value
+          when parameter plus update is stored in the parameter's dtype.
+        """
+        exact = self._exact(*mpjax.cast_to_full((state.params, state.model_state)), batch, rng)
+        return {k: float(v) for k, v in self._measure(state, exact, batch, rng).items()}
+
+    def _shares(self, state: mpjax.TrainState, exact: Any, batch: Any, rng: jax.Array) -> dict[str, Any]:
+        model = (state.params, state.model_state)
+        grads = self._grad_fn(state.loss_scale, *model, batch, rng)[1]
+        zeroed = jax.tree.map(lambda e, g: (e != 0) & (g == 0), exact, grads)
+        params, opt_state = mpjax.cast_to_full((state.params, state.opt_state))
+        updates, _ = state.tx.update(exact, opt_state, params)
+        lost = jax.tree.map(
+            lambda stored, p, u: (u != 0) & ((p + u).astype(stored.dtype) == stored),
+            state.params,
+            params,
+            updates,
+        )
+        return {"zeroed": _count(zeroed) / _nonzero(exact), "lost": _count(lost) / _nonzero(updates)}
+
+
+def _count(tree: Any) -> jax.Array:
+    return sum((jnp.sum(x) for x in jax.tree.leaves(tree)), start=jnp.zeros([], int))
+
+
+def _nonzero(tree: Any) -> jax.Array:
+    return jnp.maximum(1, _count(jax.tree.map(lambda x: x != 0, tree)))

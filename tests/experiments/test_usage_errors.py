@@ -1,0 +1,84 @@
+"""What a person gets wrong is answered in one line that quotes it and names the way out."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import TINY_GPT, TINY_RESNET, Command
+
+from experiments import compare
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--policy c=bf17", "--policy 'c=bf17': "),
+        ("--policy c=bf17", "bf16"),
+        ("--policy no.json", "--policy 'no.json' cannot be read (No such file or directory)"),
+        ("--loss-scale -2", "auto, none, dynamic or a positive number such as 1024, got '-2'"),
+        ("--loss-scale fast", "auto, none, dynamic or a positive number such as 1024, got 'fast'"),
+        ("--accumulate-steps 3", "--batch-size 4 cannot be cut into --accumulate-steps 3"),
+        ("--steps 0", "--steps must be at least 1, got 0"),
+        ("--lr nan", "--lr must be a positive number such as 3e-3, got nan"),
+        ("--model.heads 3", "--model.width 16 cannot be divided among --model.heads 3"),
+        ("--model.dropout 1", "--model.dropout must be from 0 to below 1, got 1.0"),
+        ("--data.path nowhere.txt", "--data.path 'nowhere.txt' cannot be read"),
+        ("--data.validation 0", "--data.validation must be between 0 and 1, got 0.0"),
+        ("--model.context 60000", "both parts need at least 60001"),
+        ("--resume must", "--resume must: "),
+    ],
+)
+def test_a_wrong_value_is_quoted_with_the_way_out(options: str, message: str, command: Command) -> None:
+    run = command(*TINY_GPT, *options.split())
+    assert run.status == 2
+    assert run.error.startswith("error: ")
+    assert run.error.count("\n") == 1
+    assert message in run.error
+    assert not run.directory.exists()
+
+
+@pytest.mark.parametrize("argv", [TINY_GPT, TINY_RESNET])
+def test_a_pattern_that_governs_no_module_is_named(argv: list[str], command: Command, tmp_path: Path) -> None:
+    path = tmp_path / "map.json"
+    path.write_text('{"decoder.*": "bf16", "*": "f32"}')
+    run = command(*argv, "--policy", str(path))
+    assert run.status == 2
+    assert "Policy pattern 'decoder.*' governs no module" in run.error
+
+
+def test_a_json_file_that_holds_no_map_is_refused(command: Command, tmp_path: Path) -> None:
+    path = tmp_path / "map.json"
+    for content, message in (("[1]", "must hold an object"), ("{", "is not valid JSON")):
+        path.write_text(content)
+        assert message in command(*TINY_GPT, "--policy", str(path)).error
+
+
+def test_a_file_is_no_output_directory(command: Command) -> None:
+    (command.directory / "run").write_text("")
+    assert "is a file; give a directory" in command(*TINY_RESNET).error
+
+
+@pytest.mark.parametrize(
+    ("gate", "message"),
+    [
+        ("speed=1%", "unknown measure 'speed', expected one of loss, rate, bytes"),
+        ("loss=1", "expected a percentage such as loss=1%, got '1'"),
+        ("loss=x%", "expected a percentage such as loss=1%, got 'x%'"),
+    ],
+)
+def test_a_wrong_gate_is_quoted(gate: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare.main(["gpt", "--gate", gate]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
+    find_spec = importlib.util.find_spec
+
+    def without_rich(name: str, *args: Any) -> Any:
+        return None if name == "rich" else find_spec(name, *args)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without_rich)
+    run = command(*TINY_GPT)
+    assert run.status == 2
+    assert run.error == "error: the experiments need rich; run pip install -e '.[experiments]'\n"
