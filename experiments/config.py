@@ -62,7 +62,7 @@ class GPTTraining(Training):
 
     model: GPTSize = dataclasses.field(default_factory=GPTSize)
     data: TextData = dataclasses.field(default_factory=TextData)
-    steps: int = 1200
+    steps: int = 1100
     batch_size: int = 16
     lr: float = 2e-3
     eval_every: int = 100

@@ -55,10 +55,7 @@ def load_text(path: Path | None, validation: float, context: int) -> Text:
     if not 0 < validation < 1:
         raise UsageError(f"--data.validation must be between 0 and 1, got {validation}")
     if path is None:
-        from pydoc_data.topics import topics
-
-        name = "pydoc_data.topics"
-        raw = "\n\n".join(topics[key] for key in sorted(topics)).encode()
+        name, raw = "pydoc_data.topics", _python_documentation().encode()
     else:
         name = str(path)
         try:
@@ -123,6 +120,15 @@ def load_digits() -> Digits:
         images, labels, test_size=0.2, random_state=0, stratify=labels
     )
     return Digits(train, train_labels, test, test_labels)
+
+
+def _python_documentation() -> str:
+    """The topics of `help()`, in alphabetical order."""
+    from pydoc_data.topics import topics
+
+    lines = "\n\n".join(topics[key] for key in sorted(topics)).splitlines()
+    # Without the drawn tables, from which a small model learns little but to draw on and on.
+    return "\n".join(line.rstrip() for line in lines if not line.lstrip().startswith(("|", "+-", "+=")))
 
 
 def _fingerprint(*arrays: np.ndarray) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from experiments.loop import Record
 
@@ -93,7 +94,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """Prints a line above the live one."""
-        self._progress.console.print(text, highlight=False, soft_wrap=True)
+        self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def update(self, record: Record, rate: float, seconds_left: float) -> None:
         """Shows the newest step, with a line that stays where there was a validation."""
@@ -139,7 +140,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
         "time of the steps": format_seconds(summary["seconds"]),
     }
     for name, value in rows.items():
-        table.add_row(name, value)
+        table.add_row(name, Text(value))  # a pattern may hold what rich takes for markup
     return table
 
 

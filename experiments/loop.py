@@ -141,6 +141,8 @@ def train(
         if save is not None and (last or stopped or checkpoint):
             save(state)
         started = time.perf_counter()
+    if done == steps and not validation:  # it was killed between its last checkpoint and its summary
+        validation = task.evaluate(state.params, state.model_state)
     rate = (done - first) * task.units_per_step / seconds if seconds else 0.0
     return Outcome(state, done == steps, rate, seconds, validation if done == steps else {})
 

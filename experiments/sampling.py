@@ -17,8 +17,8 @@ def continue_text(
     key: jax.Array,
     length: int,
     temperature: float = TEMPERATURE,
-) -> str:
-    """Returns what the model writes after a prompt.
+) -> np.ndarray:
+    """Returns the bytes that the model writes after a prompt, shape [length].
 
     Args:
       forward: from parameters and tokens of shape [1, context] to logits [1, context, vocabulary].
@@ -37,7 +37,16 @@ def continue_text(
 
         return jax.lax.scan(one_byte, window, jax.random.split(key, length))[1]
 
-    written = jax.jit(write)(params, jnp.asarray(prompt), key)
-    text = bytes(np.asarray(written).tolist()).decode(errors="replace")
+    return np.asarray(jax.jit(write)(params, jnp.asarray(prompt), key))
+
+
+def to_text(tokens: np.ndarray) -> str:
+    """Bytes as text that may be printed."""
+    text = bytes(tokens.tolist()).decode(errors="replace")
     # A model that learnt little writes control characters, which a terminal would obey.
     return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
+
+
+def count_letters(tokens: np.ndarray) -> int:
+    """How many of the bytes are letters, which tells prose from tables and code."""
+    return sum(chr(token).isalpha() for token in tokens.tolist() if token < 128)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from rich.console import Console
+from rich.text import Text
 
 import mpjax
 from experiments import config, loop, measure, plots, precision
@@ -130,10 +131,11 @@ class Session:
             "unit": self.task.unit,
         }
         if sample := self.task.sample(outcome.state.params, self.options.seed):
-            self.directory.sample.write_text(sample)
-            self.console.rule("what it writes")
-            self.console.print(sample, highlight=False, markup=False)
-            self.console.rule()
+            prompt, written = sample
+            self.directory.sample.write_text(prompt + written)
+            self.console.rule("held-out text, and how the model goes on", style="dim")
+            self.console.print(Text(prompt, style="dim") + Text(written))
+            self.console.rule(style="dim")
         # Last, as it marks the run as finished.
         write_json(self.directory.summary, summary)
         self.console.print(summary_table(summary))

@@ -12,11 +12,11 @@ from flax import nnx
 import mpjax
 from experiments import config, data
 from experiments.models import GPT, ResNet
-from experiments.sampling import continue_text
+from experiments.sampling import continue_text, count_letters, to_text
 
 VALIDATION_WINDOWS = 256
 EXAMPLES_PER_EVALUATION = 64
-SAMPLE_LENGTH = 400
+SAMPLE_LENGTH = 600
 
 
 class Task(Protocol):
@@ -46,8 +46,8 @@ class Task(Protocol):
     def evaluate(self, params: Any, model_state: Any) -> dict[str, float]:
         """`val_loss` and `val_accuracy`."""
 
-    def sample(self, params: Any, seed: int) -> str | None:
-        """A piece of what the model learnt to write, if it writes."""
+    def sample(self, params: Any, seed: int) -> tuple[str, str] | None:
+        """A beginning and how the model goes on with it, if it writes."""
 
 
 @mpjax.full_precision
@@ -94,14 +94,16 @@ class GPTTask:
         windows = self.text.validation_windows(self.options.model.context, VALIDATION_WINDOWS)
         return _average(functools.partial(self._evaluate, params), windows)
 
-    def sample(self, params: Any, seed: int) -> str:
-        prompt = self.text.validation_windows(self.options.model.context, 1)[0, 1:]
+    def sample(self, params: Any, seed: int) -> tuple[str, str]:
+        windows = self.text.validation_windows(self.options.model.context, VALIDATION_WINDOWS)
+        prompt = max(windows[:, 1:], key=count_letters)
 
         def forward(params: Any, tokens: jax.Array) -> jax.Array:
             return self._model(params)(tokens)
 
         forward = mpjax.autocast(forward, self.policies)
-        return continue_text(forward, params, prompt, jax.random.key(seed), SAMPLE_LENGTH)
+        written = continue_text(forward, params, prompt, jax.random.key(seed), SAMPLE_LENGTH)
+        return to_text(prompt), to_text(written)
 
     def _make(self, seed: int) -> tuple[Any, Any, Any]:
         """What stays the same in every seed, the parameters, and the rest."""

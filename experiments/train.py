@@ -1,6 +1,6 @@
 """Trains one model: `python -m experiments.train {gpt,resnet} [options]`.
 
-The default gpt run takes about two minutes on two CPU cores. Run the same command again to go on
+The default gpt run takes under three minutes on two CPU cores. Run the same command again to go on
 from the last checkpoint.
 """
 

@@ -125,6 +125,16 @@ def test_the_same_command_again_says_that_the_run_is_finished(command: Command) 
     assert "validation accuracy" in again.output
 
 
+def test_a_run_that_was_killed_before_its_summary_still_gets_one(command: Command) -> None:
+    argv = [*TINY_RESNET, "--steps", "2"]
+    run = command(*argv)
+    before = json.loads((run.directory / "summary.json").read_text())
+    (run.directory / "summary.json").unlink()
+    assert command(*argv).status == 0
+    after = json.loads((run.directory / "summary.json").read_text())
+    assert after["val_loss"] == before["val_loss"]
+
+
 def test_another_option_for_the_same_directory_is_refused_by_name(command: Command) -> None:
     command(*TINY_RESNET, "--steps", "2")
     other = command(*TINY_RESNET, "--steps", "2", "--lr", "0.5")
