@@ -1,0 +1,206 @@
+"""Findings about casts: parameters cast early, casts there and back, integers, keys and float64."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax import costs, dtypes, graphs
+from mpjax.findings import ERROR, NOTE, WARNING, Findings
+from mpjax.places import BACKWARD, FORWARD
+from mpjax.programs import Op, Program, Value
+
+# Uses of a parameter whose cotangents are few enough to add in 16 bits.
+_FEW = 4
+_FROM_KEYS = ("random_unwrap", "random_bits", "random_seed", "threefry2x32")
+
+
+def check(found: Findings) -> None:
+    """Looks at every cast."""
+    backward_casts = _casts_of_gradients(found.program)
+    for op in found.program.computing():
+        if costs.is_cast(op):
+            _early(found, op, backward_casts)
+            _roundtrip(found, op)
+        elif op.name == graphs.CAST:
+            _integer(found, op)
+        _float64(found, op)
+    for value in found.program.inputs:
+        if value.dtype == np.float64 and any(use.live for use in value.uses):
+            found.add("float64", WARNING, None, f"{value.name} is float64.", str(value))
+
+
+# ------------------------------------------------------------------------------------------ early casts
+
+
+_Places = dict[tuple[tuple[int, ...], str, str], int]
+
+
+def _casts_of_gradients(program: Program) -> _Places:
+    """How often the backward pass's casts from 16 bits, the transposes of casts to them, run.
+
+    They are told by shape, module and line.
+    """
+    found: _Places = {}
+    for op in program.computing():
+        if op.phase == BACKWARD and costs.is_cast(op) and costs.is_half(op.ins[0]):
+            place = (op.out.shape, op.path, str(op.line))
+            found[place] = min(op.count, found.get(place, op.count))
+    return found
+
+
+def _early(found: Findings, op: Op, backward_casts: _Places) -> None:
+    if op.phase != FORWARD or not costs.is_half(op.out):
+        return
+    parameter = graphs.source(op.ins[0])
+    if parameter.name is None:
+        return
+    runs = backward_casts.get((op.out.shape, op.path, str(op.line)))
+    # JAX moves a cast out of the loop that it is written in, but the gradient is still cast in each step of it.
+    differentiated = runs is not None and runs <= op.count
+    # A loss alone does not say what it will be differentiated with respect to; usually its first argument.
+    likely = not backward_casts and parameter.name.startswith("argument 0")
+    if not differentiated and not likely:
+        return
+    cotangents = _cotangents(op)
+    if cotangents < 2:
+        return
+    found.add(
+        "early-cast",
+        WARNING if differentiated and cotangents >= _FEW else NOTE,
+        op,
+        f"{parameter.name} is cast to {op.out.dtype.name} once and then used {cotangents:,} times, so its gradient "
+        f"is a sum of {cotangents:,} terms in {op.out.dtype.name}, which counts to "
+        f"{dtypes.limits(op.out.dtype).count}.",
+        f"{parameter}",
+    )
+
+
+def _cotangents(cast: Op) -> int:
+    """How many cotangents come back to the result of a cast in one run of it."""
+    total = 0
+    pending, seen = [(cast.out, cast.count)], {id(cast.out)}
+    while pending:
+        value, runs = pending.pop()
+        for use in value.uses:
+            if not use.live or use.phase != FORWARD:
+                continue
+            if use.name in graphs.MOVES and use.ins[0] is value and use.name != "broadcast_in_dim":
+                if id(use.out) not in seen:
+                    seen.add(id(use.out))
+                    # Each element of what a loop goes over is used in one of its steps only.
+                    pending.append((use.out, use.count if use.name == "loop slice" else runs))
+                continue
+            total += max(1, use.count // max(1, runs)) * _rows(use, value)
+    return total
+
+
+def _rows(use: Op, value: Value) -> int:
+    """How often a single use may take the same element: a lookup takes a row for each index."""
+    if use.name == "gather" and use.ins[0] is value:
+        return max(1, math.prod(use.ins[1].shape[:-1]))
+    return 0 if use.glue else 1
+
+
+# ----------------------------------------------------------------------------------------- there and back
+
+
+def _roundtrip(found: Findings, op: Op) -> None:
+    before, there = op.ins[0], op.out
+    # In what precision a module hands over its result, its policy says; and casts of the backward pass mirror
+    # those of the forward pass.
+    if op.phase == BACKWARD or op.handed_over:
+        return
+    if min(before.dtype.itemsize, there.dtype.itemsize) < 2 or math.prod(there.shape) <= 1:
+        return
+    if any(there is out for out in found.program.outputs):
+        return
+    takers = list(graphs.uses(there))
+    back = [use for use, _ in takers if costs.is_cast(use) and use.out.dtype == before.dtype]
+    if not takers or len(back) != len(takers):
+        return
+    lossy = there.dtype.itemsize < before.dtype.itemsize
+    # Nothing is lost where the value was narrow before, or is only ever taken narrow again: that is two casts
+    # too many, not a value rounded for nothing.
+    if lossy and (_comes_from(before, there.dtype) or all(_is_taken_as(b.out, there.dtype) for b in back)):
+        return
+    found.add(
+        "cast-roundtrip",
+        WARNING if lossy else NOTE,
+        op,
+        f"{before.dtype.name} is cast to {there.dtype.name} and back at {back[0].line}, with no use between"
+        + ("; what was rounded away is lost." if lossy else "."),
+        f"{before} → {there} → {back[0].out}",
+    )
+
+
+def _comes_from(value: Value, dtype: np.dtype) -> bool:
+    op = graphs.source(value).op
+    return op is not None and costs.is_cast(op) and op.ins[0].dtype == dtype
+
+
+def _is_taken_as(value: Value, dtype: np.dtype) -> bool:
+    return all(costs.is_cast(use) and use.out.dtype == dtype for use, _ in graphs.uses(value))
+
+
+# ---------------------------------------------------------------------------------------- integers, keys
+
+
+def _integer(found: Findings, op: Op) -> None:
+    before, after = op.ins[0], op.out
+    if not jnp.issubdtype(before.dtype, jnp.integer) or not costs.is_floating(after):
+        return
+    origin = graphs.source(before)
+    if _is_key(origin, after):
+        message = f"The bits of a PRNG key ({graphs.describe(origin)}) are cast to {after.dtype.name}."
+        found.add("key-cast", ERROR, op, message, f"{before} → {after}")
+        return
+    limit = dtypes.limits(after.dtype).count
+    largest = _largest(origin)
+    if not costs.is_half(after) or (largest is not None and largest <= limit):
+        return
+    if origin.name is not None:
+        severity, what = ERROR, f"{origin.name} holds integers and"
+    elif largest is not None:
+        severity, what = WARNING, f"Integers up to {largest:,}, {graphs.describe(origin)},"
+    elif math.prod(before.shape) > 1:
+        severity, what = NOTE, f"Integers of unknown size, {graphs.describe(origin)},"
+    else:
+        return
+    found.add(
+        "integer-cast",
+        severity,
+        op,
+        f"{what} {'is' if origin.name else 'are'} cast to {after.dtype.name}, which counts to {limit}.",
+        f"{before} → {after}",
+    )
+
+
+def _is_key(origin: Value, cast: Value) -> bool:
+    if origin.dtype != np.uint32 or origin.shape[-1:] != (2,):
+        return False
+    if origin.op is not None:
+        return origin.op.name in _FROM_KEYS
+    return costs.is_half(cast) or any(use.name == graphs.CAST for use, _ in graphs.uses(cast))
+
+
+def _largest(value: Value) -> int | None:
+    """The largest number that an integer value can be, if that is known."""
+    if value.dtype.itemsize == 1:
+        return int(jnp.iinfo(value.dtype).max)
+    const = graphs.constant(value)
+    if const is not None:
+        return int(np.max(np.abs(const))) if const.size else 0
+    if value.op is not None and value.op.name == "iota":
+        return max(0, value.shape[value.op.eqn.params["dimension"]] - 1)
+    return None
+
+
+def _float64(found: Findings, op: Op) -> None:
+    """Where float64 begins: results that no float64 operand explains."""
+    if op.outs and op.out.dtype == np.float64 and math.prod(op.out.shape) > 1:
+        wide = [v for v in op.ins if v.dtype == np.float64]
+        constants = [v for v in wide if graphs.source(v).const is not None and v.shape]
+        if not wide or constants:
+            what = f"through {graphs.describe(constants[0])}" if constants else f"made by '{op.name}'"
+            found.add("float64", ERROR, op, f"A value is float64, {what}.")

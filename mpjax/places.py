@@ -1,0 +1,179 @@
+"""Where an operation of a traced program belongs: which module, which phase, which line of the user's."""
+
+import dataclasses
+import functools
+import itertools
+import os
+import re
+import sysconfig
+from typing import Any
+
+import chex
+import flax
+import jax
+import jaxlib
+import jmp
+import optax
+
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+
+_TRANSFORMATION = re.compile(r"\w+\(")
+# What JAX itself puts on the name stack, and an einsum's formula.
+_NO_MODULE = re.compile(
+    r".*->.*|checkpoint|remat\w*|while|body|cond|closed_call|branch_\d+_fun|body_fun|cond_fun|shard_map|"
+    r"custom_[jv]vp_call\w*|full_precision"
+)
+# Not the names that linen gives to submodules, such as Dense_0.
+_CLASS_NAME = re.compile(r"(?!.*_\d+$)_*[A-Z]\w*")
+
+
+def _directory(module: Any) -> str:
+    return os.path.dirname(module.__file__) + os.sep
+
+
+_INSTALLED = tuple(path + os.sep for path in sysconfig.get_paths().values())
+_MPJAX = os.path.dirname(__file__) + os.sep
+_JAX = (_directory(jax), _directory(jaxlib), _MPJAX, "<frozen", "<string>")
+_FLAX = _directory(flax)
+_LAYERS = (os.path.join(_FLAX, "nnx", "nn") + os.sep, os.path.join(_FLAX, "nnx", "helpers.py"))
+_LIBRARIES = (
+    *_JAX,
+    *(_directory(m) for m in (flax, optax, chex, jmp)),
+    sysconfig.get_paths()["stdlib"] + os.sep + "functools.py",
+    sysconfig.get_paths()["stdlib"] + os.sep + "contextlib.py",
+)
+# Beyond this file lies whoever asked for the audit, not the program.
+_AUDIT = os.path.join(_MPJAX, "reading.py")
+_REGIONS = os.path.join(_MPJAX, "regions.py")
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A line of source; `file` is empty where none is known."""
+
+    file: str = ""
+    line: int = 0
+    function: str = ""
+
+    def __str__(self) -> str:
+        return f"{_shortened(self.file)}:{self.line}" if self.file else "unknown"
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """What a name stack says.
+
+    Attributes:
+      path: module path as Flax spells it on the stack, the model's class first.
+      phase: forward or backward.
+      explicit: whether the stack itself names the phase.
+      full_precision: whether the operation belongs to a function under `mpjax.full_precision`.
+    """
+
+    path: tuple[str, ...]
+    phase: str
+    explicit: bool
+    full_precision: bool
+
+
+@functools.lru_cache(maxsize=100_000)
+def scope(stack: str) -> Scope:
+    """Reads a name stack such as `transpose(jvp(GPT))/blocks/0/attn.attend`."""
+    path: list[str] = []
+    for segment in _segments(stack):
+        names = _names(_TRANSFORMATION.sub("", segment).replace(")", ""))
+        # A rematerialised module appears twice: transpose(jvp(M))/jvp(M)/block.
+        repeated = bool(path) and "jvp(" in segment and names[: len(path)] == path
+        path = names if repeated else path + names
+    phase = FORWARD
+    if "transpose(" in stack:
+        phase = BACKWARD
+    elif path[:1] == [OPTIMIZER]:
+        phase = OPTIMIZER
+        path = path[1:]
+    explicit = phase != FORWARD or "jvp(" in stack
+    return Scope(tuple(path), phase, explicit, "full_precision" in stack)
+
+
+def join(outer: str, inner: str) -> str:
+    """The name stack of an operation in an inner jaxpr."""
+    return f"{outer}/{inner}" if outer and inner else outer or inner
+
+
+def is_class_name(name: str) -> bool:
+    """Whether a name on the stack is that of a class, as the model's own is."""
+    return _CLASS_NAME.fullmatch(name) is not None
+
+
+def frames(traceback: Any) -> list[Line]:
+    """The frames of a traceback of JAX's, the innermost first, as far as they belong to the program."""
+    found = []
+    for frame in traceback.frames if traceback is not None else ():
+        if frame.file_name == _AUDIT:
+            break
+        found.append(Line(frame.file_name, frame.line_num, frame.function_name))
+    return found
+
+
+def user_line(found: list[Line]) -> Line | None:
+    """The innermost frame that is neither JAX's nor Flax's, optax's or ours."""
+    return next((f for f in found if not f.file.startswith(_LIBRARIES)), None)
+
+
+def library_line(found: list[Line]) -> Line | None:
+    """The innermost frame outside of JAX and mpjax."""
+    return next((f for f in found if not f.file.startswith(_JAX)), None)
+
+
+def called_classes(traceback: Any) -> tuple[str, ...]:
+    """The classes whose `__call__` ran, outermost first: what is known of modules that open no scope."""
+    found: list[str] = []
+    for frame in traceback.frames if traceback is not None else ():
+        if frame.file_name == _AUDIT:
+            break
+        file = frame.file_name
+        # Of Flax's own, its layers only, not the wrappers of its transformations.
+        layer = not file.startswith(_FLAX) or file.startswith(_LAYERS)
+        if frame.function_name.endswith(".__call__") and layer and not file.startswith(_JAX):
+            found.append(frame.function_name.split(".")[-2])
+    return tuple(reversed(found))
+
+
+def hands_over(found: list[Line]) -> bool:
+    """Whether a module under a policy hands over its result here."""
+    ours = itertools.takewhile(lambda f: f.file.startswith(_JAX), found)
+    return any(f.file == _REGIONS and f.function.startswith("hand_over") for f in ours)
+
+
+def _segments(stack: str) -> list[str]:
+    """The parts of a name stack between the slashes that no parenthesis encloses."""
+    parts, depth, start = [], 0, 0
+    for i, c in enumerate(stack):
+        depth += (c == "(") - (c == ")")
+        if c == "/" and depth == 0:
+            parts.append(stack[start:i])
+            start = i + 1
+    return [*parts, stack[start:]]
+
+
+def _names(segment: str) -> list[str]:
+    """The modules of a segment, without the method that linen adds to a name unless it is `__call__`."""
+    names: list[str] = []
+    lifted = False
+    for part in segment.split("/"):
+        if not part or _NO_MODULE.fullmatch(part):
+            continue
+        name, _, method = part.partition(".")
+        # What is lifted over a module (`nn.scan` of a function) is code of its caller, then calls the module.
+        if not (lifted and names and names[-1] == name):
+            names.append(name)
+        lifted = bool(method)
+    return names
+
+
+def _shortened(file: str) -> str:
+    """The path from the working directory, or from the directory that packages are installed in."""
+    for base in (os.getcwd() + os.sep, *_INSTALLED):
+        if file.startswith(base):
+            return file.removeprefix(base)
+    return file

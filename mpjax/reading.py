@@ -1,0 +1,291 @@
+"""Reads a traced program into one flat list of operations: opens inner jaxprs and says what belongs where."""
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+
+from mpjax import places
+from mpjax.places import BACKWARD, OPTIMIZER, Line
+from mpjax.programs import Loop, LostConstant, Op, Program, Value
+
+# Their inner jaxprs say how two numbers are combined, or are a kernel.
+_OPAQUE = ("pallas_call", "scatter", "reduce", "select_and", "argm", "sort", "all_reduce", "reduce_window")
+_LOOP = "loop"
+
+
+def read(fn: Callable[..., Any], args: tuple[Any, ...]) -> Program:
+    """Traces `fn` and reads the program.
+
+    Args:
+      fn: any JAX function.
+      args: arrays or `jax.ShapeDtypeStruct`s.
+    """
+    lost: list[LostConstant] = []
+
+    def record(kind: str, flag: int) -> None:
+        line = _running_line()
+        if line is not None:
+            lost.append(LostConstant(kind == "overflow", line))
+
+    with np.errstate(over="call", under="call", call=record):
+        jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
+    reader = _Reader()
+    flat = jax.tree_util.tree_flatten_with_path(args)[0]
+    names = [_argument_name(path) for path, _ in flat]
+    inputs = [Value(v.aval, name=name) for v, name in zip(jaxpr.jaxpr.invars, names, strict=True)]
+    outputs = reader.read(jaxpr, inputs, "", 1, None)
+    _mark_live(reader.ops, outputs)
+    root = _attribute(reader.ops)
+    abstract = jax.tree.unflatten(jax.tree.structure(args), [v.aval for v in inputs])
+    return Program(reader.ops, inputs, outputs, abstract, out, reader.loops, lost, root, jaxpr)
+
+
+def _run_jaxprs(eqn: Any) -> list[Any]:
+    """The jaxprs that an equation runs."""
+    solver = getattr(eqn.params.get("jaxprs"), "solve", None)
+    if solver is not None:  # a linear solve holds those of its derivatives, too
+        return [solver]
+    found = []
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if hasattr(item, "eqns") or hasattr(getattr(item, "jaxpr", None), "eqns"):
+                found.append(item)
+    return found
+
+
+class _Reader:
+    """Opens jaxprs into one list of operations."""
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self.loops: list[Loop] = []
+
+    def read(self, jaxpr: Any, args: list[Value], prefix: str, count: int, call: Op | None) -> list[Value]:
+        """Reads a jaxpr whose inputs are `args`, and returns its outputs."""
+        consts = getattr(jaxpr, "consts", ())
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        env: dict[Any, Value] = {}
+        for var, const in zip(jaxpr.constvars, consts, strict=False):
+            env[var] = Value(var.aval, const=const)
+        for var in jaxpr.constvars:
+            env.setdefault(var, Value(var.aval))
+        env.update(zip(jaxpr.invars, args, strict=True))
+
+        def value_of(atom: Any) -> Value:
+            return Value(atom.aval, const=atom.val) if isinstance(atom, Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            ins = [value_of(v) for v in eqn.invars]
+            stack = places.join(prefix, str(eqn.source_info.name_stack))
+            outs = self._equation(eqn, ins, stack, count, call)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [value_of(v) for v in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, ins: list[Value], stack: str, count: int, call: Op | None) -> list[Value]:
+        name = eqn.primitive.name
+        inner = [] if name.startswith(_OPAQUE) else _run_jaxprs(eqn)
+        if not inner:
+            return self._op(name, eqn, ins, stack, count, call).outs
+        around = Op(name, eqn, [], stack, count, call, glue=True)
+        if name == "scan":
+            return self._scan(around, inner[0], ins)
+        if name == "while":
+            return self._while(around, ins)
+        if name == "cond":
+            return self._cond(around, inner, ins)
+        if name == "shard_map":
+            return self._shard_map(around, inner[0], ins)
+        first = getattr(inner[0], "jaxpr", inner[0])
+        if len(inner) == 1 and (len(first.invars), len(first.outvars)) == (len(ins), len(eqn.outvars)):
+            return self.read(inner[0], ins, stack, count, around)
+        return self._unknown(around, inner, ins)
+
+    def _op(
+        self,
+        name: str,
+        eqn: Any,
+        ins: list[Value],
+        stack: str,
+        count: int,
+        call: Op | None,
+        glue: bool = False,
+    ) -> Op:
+        op = Op(name, eqn, ins, stack, count, call, glue)
+        op.outs = [Value(v.aval, op) for v in eqn.outvars]
+        self.ops.append(op)
+        return op
+
+    def _glue(self, around: Op, ins: list[Value], aval: Any, count: int, name: str) -> Value:
+        op = Op(name, around.eqn, ins, around.stack, count, around.call, glue=True)
+        op.outs = [Value(aval, op)]
+        self.ops.append(op)
+        return op.out
+
+    def _carries(self, around: Op, start: list[Value], avals: list[Any], count: int) -> list[Value]:
+        return [
+            self._glue(around, [s], aval, count, f"{_LOOP} carry")
+            for s, aval in zip(start, avals, strict=True)
+        ]
+
+    def _close(self, start: list[Value], carry: list[Value], new: list[Value], length: int | None) -> None:
+        for c, n in zip(carry, new, strict=True):
+            assert c.op is not None
+            c.op.ins.append(n)
+            n.uses.append(c.op)
+        self.loops.append(Loop(length, tuple(zip(start, carry, new, strict=True))))
+
+    def _scan(self, around: Op, jaxpr: Any, ins: list[Value]) -> list[Value]:
+        eqn, length = around.eqn, around.eqn.params["length"]
+        body = getattr(jaxpr, "jaxpr", jaxpr)
+        # What is scanned over has an axis more outside; how the parameters say it depends on the version.
+        scanned = [_ndim(o) != _ndim(v) for o, v in zip(eqn.invars, body.invars, strict=True)]
+        n_xs = sum(scanned)
+        n_carry = sum(_ndim(o) == _ndim(v) for o, v in zip(eqn.outvars, body.outvars, strict=True))
+        n_consts = len(ins) - n_carry - n_xs
+        count = around.count * length
+        avals = [v.aval for v in body.invars]
+        start = ins[n_consts : n_consts + n_carry]
+        carry = self._carries(around, start, avals[n_consts : n_consts + n_carry], count)
+        xs = [
+            self._glue(around, [x], aval, count, f"{_LOOP} slice")
+            for x, aval in zip(ins[n_consts + n_carry :], avals[n_consts + n_carry :], strict=True)
+        ]
+        outs = self.read(jaxpr, [*ins[:n_consts], *carry, *xs], around.stack, count, around)
+        self._close(start, carry, outs[:n_carry], length)
+        return [
+            self._glue(around, [o], v.aval, around.count, f"{_LOOP} result")
+            for o, v in zip(outs, eqn.outvars, strict=True)
+        ]
+
+    def _while(self, around: Op, ins: list[Value]) -> list[Value]:
+        params = around.eqn.params
+        n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+        start = ins[n_cond + n_body :]
+        length = _trip_count(params["cond_jaxpr"], n_cond, start)
+        count = around.count * (length or 1)
+        body = getattr(params["body_jaxpr"], "jaxpr", params["body_jaxpr"])
+        carry = self._carries(around, start, [v.aval for v in body.invars[n_body:]], count)
+        (again,) = self.read(params["cond_jaxpr"], [*ins[:n_cond], *carry], around.stack, count, around)
+        outs = self.read(
+            params["body_jaxpr"], [*ins[n_cond : n_cond + n_body], *carry], around.stack, count, around
+        )
+        self._close(start, carry, outs, length)
+        return [
+            self._glue(around, [o, again], v.aval, around.count, f"{_LOOP} result")
+            for o, v in zip(outs, around.eqn.outvars, strict=True)
+        ]
+
+    def _cond(self, around: Op, branches: list[Any], ins: list[Value]) -> list[Value]:
+        results = [self.read(b, ins[1:], around.stack, around.count, around) for b in branches]
+        return [
+            self._glue(around, [ins[0], *outs], v.aval, around.count, "branches")
+            for v, *outs in zip(around.eqn.outvars, *results, strict=True)
+        ]
+
+    def _shard_map(self, around: Op, jaxpr: Any, ins: list[Value]) -> list[Value]:
+        params = around.eqn.params
+        sizes = dict(params["mesh"].shape)
+        axes = params.get("newly_manual_axes", params.get("manual_axes")) or sizes
+        count = around.count * math.prod(sizes[a] for a in axes)
+        body = getattr(jaxpr, "jaxpr", jaxpr)
+        shards = [
+            self._glue(around, [x], v.aval, count, "shard") for x, v in zip(ins, body.invars, strict=True)
+        ]
+        outs = self.read(jaxpr, shards, around.stack, count, around)
+        return [
+            self._glue(around, [o], v.aval, around.count, "unshard")
+            for o, v in zip(outs, around.eqn.outvars, strict=True)
+        ]
+
+    def _unknown(self, around: Op, jaxprs: list[Any], ins: list[Value]) -> list[Value]:
+        """A primitive with several jaxprs: everything in them may depend on everything that goes in."""
+        outs = []
+        for jaxpr in jaxprs:
+            invars = getattr(jaxpr, "jaxpr", jaxpr).invars
+            args = [self._glue(around, list(ins), v.aval, around.count, "enter") for v in invars]
+            outs += self.read(jaxpr, args, around.stack, around.count, around)
+        return [self._glue(around, [*ins, *outs], v.aval, around.count, "leave") for v in around.eqn.outvars]
+
+
+def _ndim(var: Any) -> int:
+    return len(getattr(var.aval, "shape", ()))
+
+
+def _trip_count(cond: Any, n_consts: int, start: list[Value]) -> int | None:
+    """How often a loop `i = a; while i < b: i += 1` runs, None for any other condition."""
+    jaxpr = getattr(cond, "jaxpr", cond)
+    if len(jaxpr.eqns) != 1 or jaxpr.eqns[0].primitive.name != "lt":
+        return None
+    counter, limit = jaxpr.eqns[0].invars
+    if isinstance(counter, Literal) or not isinstance(limit, Literal):
+        return None
+    first = start[jaxpr.invars.index(counter) - n_consts].const
+    return None if first is None else max(0, int(limit.val) - int(first))
+
+
+def _mark_live(ops: list[Op], outputs: list[Value]) -> None:
+    reached = [v.op for v in outputs] + [op for op in ops if op.eqn.effects and not op.glue]
+    while reached:
+        op = reached.pop()
+        if op is not None and not op.live:
+            op.live = True
+            reached += [v.op for v in op.ins]
+
+
+def _attribute(ops: list[Op]) -> str | None:
+    """Gives each operation its module path and phase, and returns the class of the one model, if it is one."""
+    scopes = [places.scope(op.stack) for op in ops]
+    # In a program that is differentiated, what is neither forward nor backward belongs to no module.
+    differentiated = any(s.explicit for s in scopes)
+    paths = [
+        s.path or (_called_classes(op) if s.explicit or not differentiated else ())
+        for op, s in zip(ops, scopes, strict=True)
+    ]
+    roots = {path[0] for path in paths if path}
+    classes = {root for root in roots if places.is_class_name(root)}
+    root = classes.pop() if len(classes) == 1 else None
+    backward = any(scope.phase == BACKWARD for scope in scopes)
+    for op, scope, path in zip(ops, scopes, paths, strict=True):
+        op.path = "/".join(path[1:] if path[:1] == (root,) else path)
+        op.phase = scope.phase
+        if not scope.explicit and any(_follows(v) for v in op.ins):
+            op.phase = OPTIMIZER
+    # Weight decay and schedules come before any gradient, but serve neither pass of the model.
+    serves: set[int] = set()
+    for op, scope in zip(reversed(ops), reversed(scopes), strict=True):
+        if scope.explicit or any(id(use) in serves for v in op.outs for use in v.uses):
+            serves.add(id(op))
+        elif backward:
+            op.phase = OPTIMIZER
+    return root
+
+
+def _called_classes(op: Op) -> tuple[str, ...]:
+    """What stands for the path of modules that open no scope, as those of nnx without a policy."""
+    outer = () if op.call is None else _called_classes(op.call)
+    return outer + places.called_classes(op.eqn.source_info.traceback)
+
+
+def _follows(value: Value) -> bool:
+    """Whether a value depends on gradients."""
+    return value.op is not None and value.op.phase in (BACKWARD, OPTIMIZER)
+
+
+def _running_line() -> Line | None:
+    """The user's line that runs now."""
+    found, frame = [], sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename != __file__:
+        found.append(Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
+        frame = frame.f_back  # type: ignore[assignment]
+    return places.user_line(found) or places.library_line(found)
+
+
+def _argument_name(path: tuple[Any, ...]) -> str:
+    position = getattr(path[0], "idx", 0)
+    rest = jax.tree_util.keystr(path[1:], simple=True, separator="/").removesuffix("/value")  # of a Variable
+    return f"argument {position}" + (f" '{rest}'" if rest else "")
