@@ -9,6 +9,7 @@ from mpjax import costs, dtypes, graphs
 from mpjax.findings import ERROR, NOTE, WARNING, Findings
 from mpjax.places import BACKWARD, FORWARD
 from mpjax.programs import Op, Program, Value
+from mpjax.rules import Decided
 
 # Uses of a parameter whose cotangents are few enough to add in 16 bits.
 _FEW = 4
@@ -120,6 +121,9 @@ def _roundtrip(found: Findings, op: Op) -> None:
     if not takers or len(back) != len(takers):
         return
     lossy = there.dtype.itemsize < before.dtype.itemsize
+    # A policy narrows what a layer has just widened, for a product or to hand it over; the compiler drops both casts.
+    if not lossy and all(b.handed_over or _is_decided(b) for b in back):
+        return
     # Nothing is lost where the value was narrow before, or is only ever taken narrow again: that is two casts
     # too many, not a value rounded for nothing.
     if lossy and (_comes_from(before, there.dtype) or all(_is_taken_as(b.out, there.dtype) for b in back)):
@@ -132,6 +136,11 @@ def _roundtrip(found: Findings, op: Op) -> None:
         + ("; what was rounded away is lost." if lossy else "."),
         f"{before} → {there} → {back[0].out}",
     )
+
+
+def _is_decided(cast: Op) -> bool:
+    """Whether a cast serves products under a policy only."""
+    return all(isinstance(use.eqn.params.get("precision"), Decided) for use, _ in graphs.uses(cast.out))
 
 
 def _comes_from(value: Value, dtype: np.dtype) -> bool:
