@@ -1,4 +1,4 @@
-"""Three commands that train real models under mpjax: `train`, `compare` and `bench`.
+"""Two commands that train real models under mpjax: `train` and `compare`.
 
     python -m experiments.train gpt
     python -m experiments.compare resnet --seeds 3

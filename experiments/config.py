@@ -96,6 +96,8 @@ class Run:
     """Steps from one checkpoint to the next; the last three are kept."""
     log_every: int = 10
     """Steps from one look at the metrics to the next."""
+    audit: bool = False
+    """Print what precision the train step really runs in, and what is wrong with it; do not train."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

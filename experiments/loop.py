@@ -67,15 +67,11 @@ def create_state(
     )
 
 
-def compile_step(
-    task: Task, state: mpjax.TrainState, key: jax.Array, accumulate_steps: int
-) -> Callable[..., Any]:
-    """Compiles `(state, batch, key) -> (state, metrics)`, which donates its state.
+def make_step(task: Task, accumulate_steps: int) -> jax.stages.Wrapped:
+    """Returns `(state, batch, key) -> (state, metrics)`, jitted, which donates its state.
 
     Args:
       task: model and data.
-      state: decides on shapes and dtypes.
-      key: every step folds its own number into it.
       accumulate_steps: microbatches per step.
     """
     step = mpjax.make_train_step(task.loss, accumulate_steps=accumulate_steps, has_model_state=True)
@@ -83,7 +79,21 @@ def compile_step(
     def train_step(state: mpjax.TrainState, batch: Any, key: jax.Array) -> Any:
         return step(state, batch, jax.random.fold_in(key, state.step))
 
-    return jax.jit(train_step, donate_argnums=0).lower(state, task.batch(0, 0), key).compile()
+    return jax.jit(train_step, donate_argnums=0)
+
+
+def compile_step(
+    task: Task, state: mpjax.TrainState, key: jax.Array, accumulate_steps: int
+) -> Callable[..., Any]:
+    """Compiles the step of `make_step`.
+
+    Args:
+      task: model and data.
+      state: decides on shapes and dtypes.
+      key: every step folds its own number into it.
+      accumulate_steps: microbatches per step.
+    """
+    return make_step(task, accumulate_steps).lower(state, task.batch(0, 0), key).compile()
 
 
 def train(

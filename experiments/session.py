@@ -158,6 +158,20 @@ class _Watch:
         del state, batch
 
 
+def print_audit(options: config.GPTRun | config.ResNetRun) -> int:
+    """Prints the audit of a run's train step; the status is 1 if it finds errors. Nothing is written.
+
+    Args:
+      options: what would be trained, and how.
+    """
+    policies = precision.resolve_policy(options.policy)
+    task, state = _make(options, policies, precision.resolve_loss_scale(options.loss_scale, policies))
+    step = loop.make_step(task, options.accumulate_steps)
+    found = mpjax.audit(step, state, task.batch(0, 0), jax.random.key(options.seed))
+    print(found)
+    return 1 if found.errors else 0
+
+
 def command_to_go_on(argv: Sequence[str]) -> str:
     """The command line that goes on with a run that was stopped.
 

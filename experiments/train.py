@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         description = "Train a model that names no dtype under a precision policy."
         options = config.parse(config.RUNS, arguments, "python -m experiments.train", description)
-        return session.Session(options, arguments).run()
+        return session.print_audit(options) if options.audit else session.Session(options, arguments).run()
 
     return errors.run(command)
 

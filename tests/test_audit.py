@@ -515,3 +515,10 @@ def unpacked(program: tuple[Any, tuple[Any, ...]]) -> tuple[Any, ...]:
 
 def test_arrays_of_numpy_and_python_numbers_are_arguments():
     assert audit(lambda x, s: (x @ x) * s, np.ones((4, 4), np.float32), 2.0).total_flops == 128
+
+
+def test_a_function_in_full_precision_is_meant_to_be_above_the_policy():
+    def loss(x, w):
+        return jnp.mean(mpjax.full_precision(jnp.matmul)(x, w))
+
+    assert not audit(mpjax.autocast(loss, BF16), X, W, policies=BF16).findings
