@@ -108,6 +108,8 @@ class Display:
         ]
         self._progress.update(self._task, completed=record["step"], description="  ".join(fields))
         due = time.monotonic() - self._printed > SECONDS_BETWEEN_LINES
+        if self.console.is_terminal:
+            fields.pop()  # the live line below shows the time left
         if "val_loss" in record:
             fields.insert(2, f"val {record['val_loss']:.3f}")
         elif self.console.is_terminal or not due:

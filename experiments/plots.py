@@ -45,7 +45,8 @@ def _plot_loss(records: list[Record], path: Path) -> None:
     figure, axes = plt.subplots(layout="constrained")
     axes.plot(steps, loss, color=BLUE, alpha=0.25, lw=0.8)
     window = max(1, len(loss) // 50)
-    axes.plot(steps, _smooth(loss, window), color=BLUE, label=f"training, mean of {window} steps")
+    label = f"training, mean of {window} steps" if window > 1 else "training"
+    axes.plot(steps, _smooth(loss, window), color=BLUE, label=label)
     if validated:
         axes.plot(
             [r["step"] for r in validated],
