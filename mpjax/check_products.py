@@ -51,23 +51,36 @@ def _expected(op: Op, found: Findings) -> np.dtype | None:
     return policy_entry(found.policies, op.path, found.program.root)
 
 
-def policy_entry(policies: PolicyMap, path: str, root: str | None) -> np.dtype:
-    """The compute dtype that a map gives to a path of the name stack.
+def check_governs(program: Program, policies: PolicyMap) -> None:
+    """Raises if a pattern matches no module of the program, as one that is misspelt does.
 
-    Classes are told by the name that Flax gives their modules, as the program does not know them.
+    Raises:
+      ValueError: naming the pattern and the closest paths.
     """
-    entry = DEFAULT_ENTRY
-    for ancestor in ancestors(path):
-        name = re.sub(r"_\d+$", "", ancestor.rpartition("/")[2]) or root or ""
-        matching = (
+    paths = {a for op in program.ops for a in ancestors(op.path)}
+    governed = {match for path in paths if (match := _match(policies, path, program.root)) is not None}
+    # Of modules with names of their own the program does not know the class.
+    classes = {i for i, (key, _) in enumerate(policies.entries) if key.startswith("class:")}
+    policies.check_governs(governed | classes, paths)
+
+
+def policy_entry(policies: PolicyMap, path: str, root: str | None) -> np.dtype:
+    """The compute dtype that a map gives to a path of the name stack."""
+    matches = (_match(policies, ancestor, root) for ancestor in ancestors(path))
+    return policies.policy(next((m for m in matches if m is not None), DEFAULT_ENTRY)).compute_dtype
+
+
+def _match(policies: PolicyMap, path: str, root: str | None) -> int | None:
+    """The first entry that matches a path; classes are told by the name that Flax gives their modules."""
+    name = re.sub(r"_\d+$", "", path.rpartition("/")[2]) or root or ""
+    return next(
+        (
             i
             for i, (key, _) in enumerate(policies.entries)
-            if (key.rpartition(".")[2] == name if key.startswith("class:") else re.fullmatch(key, ancestor))
-        )
-        if (match := next(matching, None)) is not None:
-            entry = match
-            break
-    return policies.policy(entry).compute_dtype
+            if (key.rpartition(".")[2] == name if key.startswith("class:") else re.fullmatch(key, path))
+        ),
+        None,
+    )
 
 
 def _usual_dtype(program: Program) -> np.dtype | None:

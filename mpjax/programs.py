@@ -24,16 +24,25 @@ class Value:
       uses: the operations that take it.
       const: its numbers, if it is a constant.
       name: the path among the arguments, if it is an input.
+      given: the argument, if it is an input.
     """
 
-    __slots__ = ("aval", "const", "name", "op", "uses")
+    __slots__ = ("aval", "const", "given", "name", "op", "uses")
 
-    def __init__(self, aval: Any, op: "Op | None" = None, const: Any = None, name: str | None = None) -> None:
+    def __init__(
+        self,
+        aval: Any,
+        op: "Op | None" = None,
+        const: Any = None,
+        name: str | None = None,
+        given: Any = None,
+    ) -> None:
         self.aval = aval
         self.op = op
         self.uses: list[Op] = []
         self.const = const
         self.name = name
+        self.given = given
 
     @property
     def dtype(self) -> Any:
@@ -126,10 +135,14 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class LostConstant:
-    """A Python or numpy number that a 16-bit format could not hold when it was cast in tracing."""
+    """A Python or numpy number that became infinite or zero when it was cast to 16 bits in tracing.
 
+    `frames` are those of the program that ran then, the innermost first.
+    """
+
+    number: float
     overflow: bool
-    line: Line
+    frames: tuple[Line, ...]
 
 
 @dataclasses.dataclass(frozen=True)
