@@ -528,7 +528,8 @@ def on_replicas(step, kind, state, batch):
     """State and metrics after a step, each leaf with a first axis for the replicas."""
     if kind == "pmap":
         batch = jax.tree.map(lambda x: x.reshape(REPLICAS, -1, *x.shape[1:]), batch)
-        return jax.pmap(step, axis_name="i")(flax.jax_utils.replicate(state), batch)
+        state = flax.jax_utils.replicate(state, jax.local_devices()[:REPLICAS])
+        return jax.pmap(step, axis_name="i")(state, batch)
     mesh = Mesh(np.asarray(jax.devices()[:REPLICAS]), ("i",))
 
     def block(state, batch):
