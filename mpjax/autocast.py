@@ -210,11 +210,12 @@ def _install() -> None:
             primitive.bind = functools.partial(rule, primitive.bind)
             primitive.bind.rule = rule.__name__
     for primitive in (jex.dot_general_p, jex.conv_general_dilated_p):
-        transposes = ad.primitive_transposes[primitive].args
-        if not any(isinstance(t, functools.partial) and t.func.__name__ == "transpose_rule" for t in transposes):
+        lhs_rule, rhs_rule = ad.primitive_transposes[primitive].args  # type: ignore[attr-defined]
+        if getattr(lhs_rule, "func", None) is None:
             ad.defbilinear(
                 primitive,
-                *(functools.partial(rules.transpose_rule, t, i) for i, t in enumerate(transposes)),
+                functools.partial(rules.transpose_rule, lhs_rule, 0),
+                functools.partial(rules.transpose_rule, rhs_rule, 1),
             )
 
 

@@ -236,7 +236,9 @@ def accumulate(
         return (carry, jax.tree_util.tree_map_with_path(_add, total, grads)), results
 
     (carry, total), results = lax.scan(body, (carry, zeros), (microbatches, rngs))
-    grads = jax.tree_util.tree_map_with_path(lambda p, g: g if parallel.is_overwritten(p) else g / steps, total)
+    grads = jax.tree_util.tree_map_with_path(
+        lambda p, g: g if parallel.is_overwritten(p) else g / steps, total
+    )
     return carry, jax.tree.map(_summarise, results), grads
 
 
@@ -326,12 +328,14 @@ def _as_it_comes_out(grad_fn: Callable[..., Any], carry: Any, first: Any) -> tup
     """The carry, varying over the mesh axes over which it comes out varying, and what gradients look like."""
     while True:
         (out, _), grads = jax.eval_shape(grad_fn, carry, *first)
-        if jax.tree.structure(out) != jax.tree.structure(carry):
+        varying = [parallel.varying(x) for x in jax.tree.leaves(out)]
+        leaves, treedef = jax.tree.flatten(carry)
+        if len(varying) != len(leaves):
             return carry, grads  # which the scan refuses in its own words
-        varied = jax.tree.map(lambda x, y: parallel.vary(x, tuple(parallel.varying(y))), carry, out)
-        if all(a is b for a, b in zip(jax.tree.leaves(varied), jax.tree.leaves(carry), strict=True)):
+        varied = [parallel.vary(x, tuple(axes)) for x, axes in zip(leaves, varying, strict=True)]
+        if all(a is b for a, b in zip(varied, leaves, strict=True)):
             return carry, grads
-        carry = varied
+        carry = jax.tree.unflatten(treedef, varied)
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:

@@ -17,10 +17,42 @@ import numpy as np
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax import lax
 
-from mpjax import casting, dtypes
+from mpjax import casting, dtypes, regions, rules
 
 T = TypeVar("T")
 AxisName = Any
+
+
+def all_gather(x: jax.Array, axis_name: AxisName, *, axis: int = 0) -> jax.Array:
+    """A parameter that is sharded over a mapped axis, whole: gathered in the compute dtype of the ambient policy.
+
+    What travels is what products take, half the bytes of float32. Its gradient goes back to the shards in float32, or
+    in the compute dtype where `reduce_dtype="compute"` asks for it. Without a policy it is `jax.lax.all_gather`.
+
+    Args:
+      x: this device's shard.
+      axis_name: the mapped axis (or several) that it is sharded over.
+      axis: which dimension is sharded.
+
+    Returns:
+      The whole, in the dtype of `x`, with the digits of the compute dtype.
+    """
+    region = regions.current()
+    narrow = x.dtype
+    if region is not None and casting.castable(x) and region.compute_dtype.itemsize < x.dtype.itemsize:
+        narrow = region.compute_dtype
+    back = narrow if rules.gradients_in_compute_dtype.value else x.dtype
+
+    @jax.custom_vjp
+    def gather(x: jax.Array) -> jax.Array:
+        return lax.all_gather(x.astype(narrow), axis_name, axis=axis, tiled=True).astype(x.dtype)
+
+    def scatter(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
+        part = lax.psum_scatter(cotangent.astype(back), axis_name, scatter_dimension=axis, tiled=True)
+        return (part.astype(x.dtype),)
+
+    gather.defvjp(lambda x: (gather(x), None), scatter)
+    return gather(x)
 
 
 def names_of(axis_name: AxisName | None) -> tuple[Any, ...]:
@@ -157,7 +189,13 @@ def agree(finite: jax.Array, averaged_over: AxisName | None = None) -> jax.Array
       averaged_over: axes over which what it judges has been averaged, so that all devices found the same.
     """
     done = names_of(averaged_over)
-    axes = tuple(n for n in manual_axes() if (n in varying(finite) if is_tracked(n) else n not in done))
+
+    def open_over(name: Any) -> bool:
+        if is_tracked(name):
+            return name in varying(finite)
+        return name not in done and lax.axis_size(name) > 1
+
+    axes = tuple(name for name in manual_axes() if open_over(name))
     return lax.pmin(finite.astype(jnp.int32), axes).astype(bool) if axes else finite
 
 
@@ -233,7 +271,9 @@ def is_overwritten(path: tuple[Any, ...]) -> bool:
 def widened(x: Any) -> Any:
     """`x` in float32 if it is floating and has fewer bits."""
     return (
-        x.astype(dtypes.FLOAT32) if casting.is_floating_array(x) and x.dtype.itemsize < dtypes.FLOAT32.itemsize else x
+        x.astype(dtypes.FLOAT32)
+        if casting.is_floating_array(x) and x.dtype.itemsize < dtypes.FLOAT32.itemsize
+        else x
     )
 
 

@@ -41,10 +41,12 @@ def state_shardings(state: T, params: Any) -> T:
                 f"Expected a jax.sharding.NamedSharding for each parameter, got {sharding!r} of type "
                 f"{type(sharding).__name__}. Make them with NamedSharding(mesh, PartitionSpec(…))."
             )
-    if jax.tree.structure(params) != jax.tree.structure(known) or not shardings:
+    given: Any = jax.tree.structure(params)
+    expected: Any = jax.tree.structure(known)
+    if given != expected or not shardings:
         raise ValueError(
-            f"The shardings have another structure than the parameters of the state: {jax.tree.structure(params)}, "
-            f"expected {jax.tree.structure(known)}. Give one NamedSharding for each parameter, as with "
+            f"The shardings have another structure than the parameters of the state: {given}, expected "
+            f"{expected}. Give one NamedSharding for each parameter, as with "
             "jax.tree.map(lambda x: NamedSharding(mesh, PartitionSpec(…)), state.params)."
         )
     beside = _by_path(known, shardings)

@@ -108,7 +108,9 @@ def _widening_product(bind: Bind, lhs: Any, rhs: Any, *rest: Any, **params: Any)
     if bind.__self__.name == "dot_general" and params["dimension_numbers"][1][0]:  # type: ignore[attr-defined]
         contracted, batch = params["dimension_numbers"]
         n = len(batch[0])
-        kept = [[d for d in range(x.ndim) if d not in contracted[i] + batch[i]] for i, x in enumerate((lhs, rhs))]
+        kept = [
+            [d for d in range(x.ndim) if d not in contracted[i] + batch[i]] for i, x in enumerate((lhs, rhs))
+        ]
         lhs = _unfolded(jnp.transpose(lhs, (*batch[0], *kept[0], *contracted[0])))
         rhs = _unfolded(jnp.transpose(rhs, (*batch[1], *contracted[1], *kept[1])))
         inner = len(contracted[0])

@@ -45,8 +45,8 @@ def make_train_step(
       averaged, integers (counts) added up.
 
     Raises:
-      ValueError: if an option is not one of those above; when called, if `axis_name` is not an axis of replicas, the batch is not divisible, `loss_fn` returns something else, or the
-        parameters are not stored as the policy says.
+      ValueError: if an option is not one of those above; when called, if `axis_name` is not an axis of replicas, the
+        batch is not divisible, `loss_fn` returns something else, or the parameters are not stored as the policy says.
     """
     if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
         raise ValueError(f"accumulate_steps must be a positive whole number, got {accumulate_steps!r}.")

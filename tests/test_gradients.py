@@ -635,7 +635,9 @@ def test_what_fp8_layers_hand_back_is_not_unscaled():
 
 
 def test_what_fp8_layers_hand_back_is_the_largest_of_all_replicas_not_their_mean():
-    average = jax.vmap(lambda x: parallel.average_state({"params": x, OVERWRITE: x}, None, "i"), axis_name="i")
+    average = jax.vmap(
+        lambda x: parallel.average_state({"params": x, OVERWRITE: x}, None, "i"), axis_name="i"
+    )
     out = average(jnp.asarray([1.0, 2.0, 6.0]))
     np.testing.assert_array_equal(out["params"], [3.0] * 3)
     np.testing.assert_array_equal(out[OVERWRITE], [6.0] * 3)

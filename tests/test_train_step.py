@@ -212,10 +212,10 @@ def test_an_overflow_by_the_scale_is_skipped_and_halved_until_gradients_fit():
     for _ in range(8):
         state, metrics = step(state, GOOD)
         scales += [float(metrics["loss_scale"])] if metrics["finite"] else []
-    # The gradient of w sums to 3, and 3 · 2^15 is above 65504.
-    assert scales[0] == 2.0**14
-    assert int(state.skipped) == 6
-    np.testing.assert_array_equal(state.params["w"], [[1 - 2.0 * 2], [1 - 3.0 * 2]])
+    # Half the scale reaches each of the two rows, and 2^16 is above 65504. The gradient itself is float32.
+    assert scales[0] == 2.0**16
+    assert int(state.skipped) == 4
+    np.testing.assert_array_equal(state.params["w"], [[1 - 2.0 * 4], [1 - 3.0 * 4]])
 
 
 def test_without_a_loss_scale_a_bad_step_is_skipped_too():
