@@ -88,6 +88,7 @@ class Checkpoints:
         self.keep, self.keep_best, self.metric, self.mode = keep, keep_best, metric, mode
         self._checkpointer: Any = None
         self._saving: int | None = None
+        self._error: Exception | None = None
         self._failure: CheckpointError | None = None
         _ = self.steps
 
@@ -173,7 +174,7 @@ class Checkpoints:
             )
             self._checkpointer.save(self.directory / str(step), args=args)
         except Exception as e:
-            self._fail(e)
+            self._error = e
 
     def wait(self) -> None:
         """Returns when the last save is done.
@@ -327,19 +328,21 @@ class Checkpoints:
         """Waits for the save under way, tells if it failed, and deletes what is no longer kept."""
         if self._saving is None:
             return
-        try:
-            if self._checkpointer is not None:
+        if self._error is None and self._checkpointer is not None:
+            try:
                 self._checkpointer.wait_until_finished()
-            self._saving, self._failure = None, None
-        except Exception as e:
-            self._fail(e)
+            except Exception as e:
+                self._error = e
+        if _any_process(self._error is not None):
+            self._fail(self._error or RuntimeError("another process could not write its part"))
             return
+        self._saving, self._failure = None, None
         steps = self.steps
         kept = {*steps[-self.keep :], *self._by_quality(steps)[: self.keep_best]}
         self._delete([step for step in steps if step not in kept])
 
     def _fail(self, error: Exception) -> None:
-        step, self._saving = self._saving, None
+        step, self._saving, self._error = self._saving, None, None
         last = self.latest
         self._failure = CheckpointError(
             f"The checkpoint of step {step} could not be saved in '{self.directory}': {_first_line(error)}. "

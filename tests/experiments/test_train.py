@@ -12,7 +12,7 @@ import pytest
 from tiny import TINY_GPT, TINY_RESNET, Command
 
 from experiments import loop, session
-from experiments.checkpoints import Checkpoints
+from mpjax.checkpoint import Checkpoints
 
 
 @pytest.fixture
