@@ -170,7 +170,7 @@ class Checkpoints:
             if self._checkpointer is None:
                 self._open_for_writing()
             args = self._ocp.args.Composite(
-                **{_ARRAYS: self._ocp.args.StandardSave(arrays), _MANIFEST: self._ocp.args.JsonSave(manifest)}
+                **{_ARRAYS: self._ocp.args.PyTreeSave(arrays), _MANIFEST: self._ocp.args.JsonSave(manifest)}
             )
             self._checkpointer.save(self.directory / str(step), args=args)
         except Exception as e:
@@ -282,8 +282,10 @@ class Checkpoints:
         problem = ""
         restored: dict[str, Any] = {}
         try:
-            args = self._ocp.args.Composite(**{_ARRAYS: self._ocp.args.StandardRestore(templates)})
-            with self._ocp.Checkpointer(self._ocp.CompositeCheckpointHandler()) as reader:
+            places = self._ocp.checkpoint_utils.construct_restore_args(templates)
+            wish = self._ocp.args.PyTreeRestore(item=templates, restore_args=places)
+            args = self._ocp.args.Composite(**{_ARRAYS: wish})
+            with self._ocp.Checkpointer(self._handler()) as reader:
                 restored = reader.restore(self.directory / str(step), args=args)[_ARRAYS]
         except Exception as e:
             problem = _first_line(e)
@@ -322,7 +324,21 @@ class Checkpoints:
                 if any(mark in path.name for mark in _UNFINISHED):
                     path.rmtree()
         _any_process(False)
-        self._checkpointer = self._ocp.AsyncCheckpointer(self._ocp.CompositeCheckpointHandler())
+        self._checkpointer = self._ocp.AsyncCheckpointer(self._handler())
+
+    def _handler(self) -> Any:
+        """How orbax stores what we save."""
+        types = self._ocp.type_handlers
+        # By default orbax cuts replicated arrays so that each replica writes a part, with a program for every
+        # shape and device; that takes longer than it saves.
+        registry = types.create_type_handler_registry(
+            (jax.Array, types.ArrayHandler(use_replica_parallel=False)),
+            (np.ndarray, types.NumpyHandler()),
+        )
+        arrays = self._ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+        return self._ocp.CompositeCheckpointHandler(
+            **{_ARRAYS: arrays, _MANIFEST: self._ocp.JsonCheckpointHandler()}
+        )
 
     def _settle(self) -> None:
         """Waits for the save under way, tells if it failed, and deletes what is no longer kept."""

@@ -126,6 +126,8 @@ def nonfinite_paths(tree: Any, what: str = "") -> list[str]:
     lines = []
     for (path, x), (nans, infs) in zip(flat, counts, strict=True):
         if nans or infs:
+            if path and getattr(path[-1], "name", None) == "value":
+                path = path[:-1]  # an nnx.Variable
             name = "/".join(filter(None, [what, jax.tree_util.keystr(path, simple=True, separator="/")]))
             found = " and ".join(f"{n} {kind}" for n, kind in ((nans, "NaN"), (infs, "inf")) if n)
             lines.append(f"'{name}' ({found} of {np.size(x)})")
