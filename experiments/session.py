@@ -57,7 +57,7 @@ class Session:
         self.console = Console(quiet=not processes.is_main())
         policies = precision.resolve_policy(options.policy)
         loss_scale = precision.resolve_loss_scale(options.loss_scale, policies)
-        self.fallback_policies = precision.resolve_policy(options.fallback_policy)
+        self.fallback_policies = precision.resolve_policy(options.fallback_policy, "--fallback-policy")
         self.placement = Placement(make_mesh(options.mesh, options.batch_size, options.accumulate_steps))
         self._adopt(policies, loss_scale)
         self.model = "gpt" if isinstance(options, config.GPTRun) else "resnet"
