@@ -197,7 +197,7 @@ class Checkpoints:
 
         Args:
           state: of the structure that was saved.
-          extra: likewise; its plain numbers come back plain.
+          extra: likewise; its plain numbers come back plain. Without it, what was saved beside is left alone.
           step: which one; by default the last that can be read. A `CheckpointWarning` names each that cannot,
             which is set aside.
           cast: go on under the policy, the dtypes and the kind of loss scale of `state` where they differ from
@@ -271,19 +271,14 @@ class Checkpoints:
 
     def _read_arrays(self, step: int, found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
         """Reads and checks the arrays, in the dtypes and places of `wanted`."""
-        # Those that nobody wants, as of another kind of loss scale, are read all the same: orbax asks for it.
         templates = {
-            name: manifests.template(wanted[name], v["dtype"])
-            if name in wanted
-            else np.empty(v["shape"], v["dtype"])
-            for name, v in found["leaves"].items()
-            if "value" not in v
+            name: manifests.template(x, found["leaves"][name]["dtype"]) for name, x in wanted.items()
         }
         problem = ""
         restored: dict[str, Any] = {}
         try:
             places = self._ocp.checkpoint_utils.construct_restore_args(templates)
-            wish = self._ocp.args.PyTreeRestore(item=templates, restore_args=places)
+            wish = self._ocp.args.PyTreeRestore(item=templates, restore_args=places, partial_restore=True)
             args = self._ocp.args.Composite(**{_ARRAYS: wish})
             with self._ocp.Checkpointer(self._handler()) as reader:
                 restored = reader.restore(self.directory / str(step), args=args)[_ARRAYS]

@@ -98,7 +98,8 @@ def check(manifest: Manifest, state: Any, extra: Any, policy: Any, where: str, *
     Raises:
       CheckpointError: listing what differs.
     """
-    named, saved = named_leaves(state, extra), manifest["leaves"]
+    named = named_leaves(state, extra)
+    saved = {k: v for k, v in manifest["leaves"].items() if extra is not None or not k.startswith(EXTRA)}
     own = kept_scales(manifest, state)  # which are told of below
     _check_leaves(
         {k: v for k, v in saved.items() if _owner(k, manifest["loss_scales"]) not in own},

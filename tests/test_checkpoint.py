@@ -3,6 +3,7 @@
 import builtins
 import json
 import os
+import re
 import resource
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,7 @@ def test_keys_numbers_and_numpy_arrays_beside_the_state_come_back_as_what_they_w
     }
     with save(tmp_path, create(), extra=extra) as checkpoints:
         _, restored = checkpoints.restore(create(), extra=blank)
+        assert checkpoints.restore(create())[1] is None
     assert restored["rng"].dtype == extra["rng"].dtype
     assert (jax.random.bits(restored["rng"][1]) == jax.random.bits(extra["rng"][1])).all()
     assert (restored["position"], restored["name"]) == (2**40, "part-3")
@@ -347,3 +349,18 @@ def test_a_missing_orbax_names_the_extra(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(builtins, "__import__", without_orbax)
     with pytest.raises(ImportError, match=r"needs orbax-checkpoint; run pip install 'mpjax\[checkpoint\]'"):
         Checkpoints(tmp_path)
+
+
+def test_the_code_of_the_page_on_checkpoints_runs_from_top_to_bottom(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = Path(__file__).parent.parent / "docs" / "checkpoints.md"
+    namespace: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        exec(block, namespace)
+    printed = capsys.readouterr().out
+    assert printed.startswith("[2, 3, 4] p=full,c=f16,o=full\n")
+    assert (
+        "was trained under the policy 'p=full,c=f16,o=full', this state has 'p=bf16,c=bf16,o=bf16'" in printed
+    )
+    assert "Training diverged at step 1: the loss is inf.\nNot finite: 'gradient/w'" in printed
