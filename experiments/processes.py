@@ -1,12 +1,14 @@
 """Several processes as one run: how they find each other, and what they do together."""
 
+import os
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
-from experiments.errors import UsageError
+from experiments.errors import FAILURE_STATUS, UsageError
 
 
 def set_up(options: Any) -> None:
@@ -72,6 +74,13 @@ def on_main(action: Callable[[], None]) -> None:
             error = e
     if any_process(error is not None):
         raise error or UsageError("process 0 says what is wrong")
+
+
+def give_up(message: str) -> NoReturn:
+    """Ends this process at once with a message; JAX would first wait for the others, of which one is gone."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(FAILURE_STATUS)
 
 
 def _make_virtual_devices(count: int) -> None:

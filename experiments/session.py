@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from rich.console import Console
@@ -87,7 +87,12 @@ class Session:
             with stop, warnings.catch_warnings(), self._open_checkpoints() as checkpoints:
                 warnings.simplefilter("always", CheckpointWarning)
                 warnings.showwarning = lambda message, *args, **kwargs: self._say(f"warning: {message}")
-                return self._run(Recovery(checkpoints), stop)
+                try:
+                    return self._run(Recovery(checkpoints), stop)
+                except jax.errors.JaxRuntimeError as e:
+                    if jax.process_count() == 1:
+                        raise
+                    self._give_up(e)
         except OSError as e:
             if e.errno not in NO_SPACE:
                 raise
@@ -95,6 +100,14 @@ class Session:
                 f"'{self.options.out}' cannot be written to ({e.strerror}); free some space, then go on from the "
                 f"last checkpoint with:\n  {command_to_go_on(self.argv)}"
             ) from None
+
+    def _give_up(self, error: jax.errors.JaxRuntimeError) -> NoReturn:
+        """Ends this process when another one is gone."""
+        processes.give_up(
+            f"process {jax.process_index()} could not go on, most likely as another process of this run is gone "
+            f"({str(error).splitlines()[0]}). Start all of them again to go on from the last checkpoint:\n"
+            f"  {command_to_go_on(self.argv)}"
+        )
 
     def _open_checkpoints(self) -> Checkpoints:
         try:
