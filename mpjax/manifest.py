@@ -68,11 +68,9 @@ def describe(state: Any, extra: Any, policy: Any, metrics: Any, notes: Any) -> M
       notes: what else to keep, as JSON can hold it.
     """
     named = named_leaves(state, extra)
-    # Fetched together, as each waits for the device.
-    sums = jax.device_get({name: _byte_sum(x) for name, x in named.items() if not is_value(x)})
+    sums = _byte_sums({name: x for name, x in named.items() if not is_value(x)})
     leaves = {
-        name: {"value": x} if is_value(x) else _shape(x) | {"sum": int(sums[name])}
-        for name, x in named.items()
+        name: {"value": x} if is_value(x) else _shape(x) | {"sum": sums[name]} for name, x in named.items()
     }
     return {
         "format": FORMAT,
@@ -164,8 +162,8 @@ def with_saved_settings(state: Any, manifest: Manifest) -> Any:
 
 def damaged_leaves(manifest: Manifest, restored: dict[str, Any]) -> list[str]:
     """Paths of the restored leaves whose bytes are not those that were saved."""
-    sums = jax.device_get({name: _byte_sum(x) for name, x in restored.items()})
-    return [name for name, total in sums.items() if int(total) != manifest["leaves"][name]["sum"]]
+    sums = _byte_sums(restored)
+    return [name for name, total in sums.items() if total != manifest["leaves"][name]["sum"]]
 
 
 def template(x: Any, dtype: str) -> Any:
@@ -257,24 +255,37 @@ def _owner(name: str, scales: Any) -> str | None:
     return next((s for s in scales if name == s or name.startswith(f"{s}/")), None)
 
 
-def _byte_sum(x: Any) -> Any:
-    """The sum of all bytes modulo 2**32, which does not depend on where and in how many parts they lie."""
-    x = jax.random.key_data(x) if is_key(x) else x
-    if isinstance(x, jax.Array):
-        if not x.is_fully_addressable or any(d.platform != "cpu" for d in x.devices()):
-            return _sum_on_device(x)
-        x = np.asarray(x)  # no copy, and nothing to compile
+def _byte_sums(named: dict[str, Any]) -> dict[str, int]:
+    """The sum of all bytes of each leaf modulo 2**32: the same wherever and in how many parts they lie."""
+    plain = {name: jax.random.key_data(x) if is_key(x) else x for name, x in named.items()}
+    far = {name: x for name, x in plain.items() if not _is_on_host(x)}
+    # In one program, as each is a reduction over all devices.
+    sums = jax.device_get(_sums_on_device(far)) if far else {}
+    return {name: int(sums[name]) if name in sums else _sum_on_host(x) for name, x in plain.items()}
+
+
+def _is_on_host(x: Any) -> bool:
+    """Whether the bytes can be looked at without a copy and without compiling anything."""
+    return not isinstance(x, jax.Array) or (
+        x.is_fully_addressable and all(device.platform == "cpu" for device in x.devices())
+    )
+
+
+def _sum_on_host(x: Any) -> int:
     whole = np.atleast_1d(_in_whole_bytes(np.asarray(x)))
-    return np.frombuffer(whole.tobytes(), np.uint8).sum(dtype=np.uint32)
+    return int(np.frombuffer(whole.tobytes(), np.uint8).sum(dtype=np.uint32))
 
 
 @jax.jit
-def _sum_on_device(x: jax.Array) -> jax.Array:
-    if x.dtype == jnp.bool_:
-        x = x.astype(jnp.uint8)
-    elif jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x = jnp.stack([x.real, x.imag])
-    return jnp.sum(lax.bitcast_convert_type(_in_whole_bytes(x), jnp.uint8), dtype=jnp.uint32)
+def _sums_on_device(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def total(x: jax.Array) -> jax.Array:
+        if x.dtype == jnp.bool_:
+            x = x.astype(jnp.uint8)
+        elif jnp.issubdtype(x.dtype, jnp.complexfloating):
+            x = jnp.stack([x.real, x.imag])
+        return jnp.sum(lax.bitcast_convert_type(_in_whole_bytes(x), jnp.uint8), dtype=jnp.uint32)
+
+    return {name: total(x) for name, x in arrays.items()}
 
 
 def _in_whole_bytes(x: Any) -> Any:

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpjax
+from mpjax import manifest
 from mpjax.checkpoint import CheckpointError, Checkpoints, CheckpointWarning
 
 MODEL = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(4)])
@@ -142,6 +143,16 @@ def test_a_sharded_state_is_restored_on_another_mesh_and_on_one_device(tmp_path:
             assert_identical(restored, state)
             for x, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(template), strict=True):
                 assert x.sharding.is_equivalent_to(wanted.sharding, x.ndim)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int8", "int32", "float16", "bfloat16", "float32", "float8_e4m3fn", "complex64"]
+)
+def test_the_sum_of_an_arrays_bytes_is_the_same_on_the_host_and_on_devices(dtype: str) -> None:
+    x = jnp.arange(-12, 12).reshape(4, 6).astype(dtype)
+    spread = jax.device_put(x, NamedSharding(mesh(2, 2), P("data", "model")))
+    on_devices = manifest._sums_on_device({"x": spread})["x"]
+    assert int(on_devices) == manifest._sum_on_host(x) == manifest._sum_on_host(np.asarray(x)) > 0
 
 
 def test_an_abstract_state_is_enough_to_restore_into(tmp_path: Path) -> None:
