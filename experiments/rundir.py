@@ -10,7 +10,10 @@ from typing import Any
 from experiments.errors import UsageError
 
 # These say where a run goes and how it is watched, not what comes out of it.
-_NOT_COMPARED = {"out", "resume", "checkpoint_every", "log_every"}
+_NOT_COMPARED = {
+    *("out", "resume", "checkpoint_every", "log_every"),
+    *("mesh", "virtual_devices", "processes", "process_id", "coordinator"),
+}
 _OURS = ("config.json", "metrics.jsonl", "summary.json", "sample.txt", "checkpoints", "plots")
 
 

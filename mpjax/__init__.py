@@ -21,6 +21,8 @@ files that it passes through:
 from mpjax import nnx as nnx
 
 from mpjax import linen as linen  # isort: skip  (opens the interceptor)
+from mpjax import checkpoint as checkpoint
+from mpjax import divergence as divergence
 from mpjax import testing as testing
 from mpjax.audit import audit as audit
 from mpjax.autocast import autocast as autocast

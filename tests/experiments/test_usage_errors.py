@@ -27,6 +27,23 @@ from experiments import compare
         ("--data.validation 0", "--data.validation must be between 0 and 1, got 0.0"),
         ("--model.context 60000", "both parts need at least 60001"),
         ("--resume must", "--resume must: "),
+        ("--max-skipped 0", "--max-skipped must be at least 1, got 0"),
+        ("--fallback-policy f17", "--fallback-policy 'f17': "),
+        (
+            "--mesh data=2,rows=2",
+            "--mesh data=2,rows=2: 'rows=2' is not understood; expected axes data, fsdp, model",
+        ),
+        ("--mesh data=0", "'data=0' is not understood"),
+        ("--mesh data=2,data=2", "'data=2' is not understood"),
+        (
+            "--mesh data=4,model=2",
+            "has 8 places for 4 devices; make the product of its sizes 4, or try it on a CPU",
+        ),
+        ("--mesh data=3", "cuts the batch into 3 parts, which --batch-size 4 is no multiple of"),
+        ("--mesh data=4 --accumulate-steps 2", "in --accumulate-steps 2 into 8 parts"),
+        ("--virtual-devices 3", "--virtual-devices 3 comes too late, as JAX has been used: there are 4"),
+        ("--processes 2", "--processes 2 needs --process-id I and --coordinator HOST:PORT as well"),
+        ("--processes 2 --process-id 2 --coordinator x:1", "--process-id must be from 0 to 1, got 2"),
     ],
 )
 def test_a_wrong_value_is_quoted_with_the_way_out(options: str, message: str, command: Command) -> None:
