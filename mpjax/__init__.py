@@ -39,6 +39,8 @@ from mpjax.loss_scale import LossScale as LossScale
 from mpjax.loss_scale import NoOpLossScale as NoOpLossScale
 from mpjax.loss_scale import StaticLossScale as StaticLossScale
 from mpjax.loss_scale import loss_scale_for as loss_scale_for
+from mpjax.parallel import all_gather as all_gather
+from mpjax.placement import state_shardings as state_shardings
 from mpjax.policy import Policy as Policy
 from mpjax.policy import default_policy as default_policy
 from mpjax.policy import get_policy as get_policy

@@ -30,6 +30,7 @@ import jmp
 from jax._src.lax import lax as _lax  # for ragged_dot_general_p, which jax.extend lacks,
 from jax._src.state import primitives as _state  # and for the writes to a jax.Ref
 from jax.extend.linear_util import transformation2
+from jax.interpreters import ad
 
 from mpjax import regions, rules
 from mpjax.policy_map import PolicyMap, as_policy_map
@@ -208,6 +209,14 @@ def _install() -> None:
                 continue
             primitive.bind = functools.partial(rule, primitive.bind)
             primitive.bind.rule = rule.__name__
+    for primitive in (jex.dot_general_p, jex.conv_general_dilated_p):
+        lhs_rule, rhs_rule = ad.primitive_transposes[primitive].args  # type: ignore[attr-defined]
+        if getattr(lhs_rule, "func", None) is None:
+            ad.defbilinear(
+                primitive,
+                functools.partial(rules.transpose_rule, lhs_rule, 0),
+                functools.partial(rules.transpose_rule, rhs_rule, 1),
+            )
 
 
 _install()

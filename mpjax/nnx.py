@@ -19,9 +19,10 @@ import optax
 from flax import nnx
 from flax.nnx.nn import recurrent
 
-from mpjax import casting, dtypes, gradients, regions
+from mpjax import casting, dtypes, gradients, parallel, regions
 from mpjax.autocast import Watch, module_hooks, under
 from mpjax.loss_scale import as_loss_scale, check_loss_scale, loss_scale_for
+from mpjax.placement import placed
 from mpjax.policy_map import PolicyMap, as_policy_map
 from mpjax.train_state import apply_if_finite, check_stored
 
@@ -252,7 +253,12 @@ def _rebuild(cls: type, governed: Governed, attributes: dict[str, Any]) -> nnx.M
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Any], *, has_aux: bool = False, wrt: nnx.filterlib.Filter = nnx.Param
+    loss_fn: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    wrt: nnx.filterlib.Filter = nnx.Param,
+    axis_name: Any = None,
+    reduce_dtype: str = "float32",
 ) -> Callable[..., tuple[Any, nnx.State, jax.Array]]:
     """`mpjax.value_and_grad` for loss functions of an nnx model under policies.
 
@@ -260,6 +266,8 @@ def value_and_grad(
       loss_fn: `(model, *args) -> loss`, or `(loss, aux)` with `has_aux`; the loss is a float32 scalar.
       has_aux: whether it returns auxiliary results.
       wrt: which variables to differentiate with respect to.
+      axis_name: as of `mpjax.value_and_grad`; the model's state is averaged too.
+      reduce_dtype: as of `mpjax.value_and_grad`.
 
     Returns:
       A function of `(loss_scale, model, *args)` that returns `(value, grads, finite)`; see
@@ -289,9 +297,14 @@ def value_and_grad(
 
         functools.update_wrapper(pure_loss, loss_fn, updated=())
         # The modules carry the map's patterns, and they were checked when it was applied.
-        grad_fn = gradients.value_and_unscaled_grad(pure_loss, policies.default)
+        grad_fn = gradients.value_and_unscaled_grad(
+            pure_loss, policies.default, axis_name=axis_name, reduce_dtype=reduce_dtype
+        )
         (loss, (aux, new_rest)), grads = grad_fn(loss_scale, params, rest, *args)
-        finite = gradients.all_finite(grads)
+        grads = gradients.average(grads, params, loss, policies, loss_scale, axis_name, reduce_dtype)
+        loss = parallel.combine_metrics(loss, axis_name)
+        new_rest = parallel.average_state(new_rest, rest, axis_name)
+        finite = gradients.all_finite(grads, averaged_over=axis_name)
         nnx.update(model, _kept_if(finite, new_rest, rest))
         return ((loss, aux) if has_aux else loss), grads, finite
 
@@ -347,6 +360,7 @@ class Optimizer(nnx.Optimizer[M]):
         super().__init__(model, in_float32, wrt=wrt)
         self.skipped = nnx.OptState(jnp.zeros([], jnp.int32))
         self._loss_scale = nnx.data(jax.tree.map(lambda x: nnx.OptState(jnp.asarray(x)), loss_scale))
+        nnx.update(self, placed(nnx.state(self), nnx.state(model, wrt)))
 
     @property
     def loss_scale(self) -> Any:
