@@ -14,8 +14,8 @@ files that it passes through:
 3. While `loss_fn` is traced, `autocast` gives each operation the precision that the `regions` of the policy
    ask for; `linen` and `nnx` open a region for each module and cast what it hands over (`casting`).
 4. The backward pass is traced under the same rules; the gradients become float32, are unscaled, averaged
-   over microbatches and replicas, and checked once.
-5. `train_state` applies them, or skips the step as if it had not been.
+   over microbatches and replicas (`parallel`), and checked once, for all devices.
+5. `train_state` applies them, or skips the step as if it had not been. `placement` says which device holds what of it.
 """
 
 from mpjax import nnx as nnx

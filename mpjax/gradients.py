@@ -92,7 +92,6 @@ def value_and_unscaled_grad(
     Returns:
       A function of `(loss_scale, *args)` that returns `(value, grads)`, grads float32 and unscaled.
     """
-
     _check_reduce_dtype(reduce_dtype)
 
     def scaled_value_and_grad(loss_scale: Any, *args: Any) -> tuple[Any, Any]:

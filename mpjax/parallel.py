@@ -234,15 +234,15 @@ def _unbound(name: Any, tree: Any) -> str:
     bound = [str(axis) for axis in manual_axes()]
     if name in on_mesh or (on_mesh and not bound):
         return (
-            f"axis_name={name!r} is given, but the step is not mapped over such an axis: it runs under jax.jit with arrays "
-            f"sharded over the mesh axes {_listed(on_mesh)}, where the mean of the loss is that of the whole batch "
-            "already. Leave axis_name out; it belongs to jax.shard_map and to jax.pmap(step, axis_name=…)."
+            f"axis_name={name!r} is given, but the step is not mapped over such an axis: it runs under jax.jit with "
+            f"arrays sharded over the mesh axes {_listed(on_mesh)}, where the mean of the loss is that of the whole "
+            "batch already. Leave axis_name out; it belongs to jax.shard_map and to jax.pmap(step, axis_name=…)."
         )
     found = f"bound here are {_listed(bound)}" if bound else "no axis is bound here"
     return (
         f"axis_name={name!r} is no axis that the step is mapped over; {found}"
-        f"{dtypes.did_you_mean(str(name), bound)} Run the step inside jax.shard_map over a mesh with that axis, or with "
-        f"jax.pmap(step, axis_name={name!r}); under jax.jit with sharded arrays leave axis_name out."
+        f"{dtypes.did_you_mean(str(name), bound)} Run the step inside jax.shard_map over a mesh with that axis, "
+        f"or with jax.pmap(step, axis_name={name!r}); under jax.jit with sharded arrays leave axis_name out."
     )
 
 
@@ -255,11 +255,12 @@ def check_averaged(loss: jax.Array, params: Any, axis_name: AxisName | None) -> 
     for name in sorted(varying(loss) - set(names_of(axis_name)), key=str):
         if all(name in varying(x) for x in jax.tree.leaves(params)):
             continue  # each has parameters of its own
+        wanted = (*names_of(axis_name), name) if axis_name else name
         raise ValueError(
-            f"The loss differs over the mesh axis {name!r}, over which parameters are the same, and axis_name="
-            f"{axis_name!r} does not name it: their gradients would be the sum over its {lax.axis_size(name)} replicas, "
-            f"not the mean. Pass axis_name={(*names_of(axis_name), name) if axis_name else name!r}, or let the loss be the "
-            f"mean of all replicas': jax.lax.pmean(loss, {name!r})."
+            f"The loss differs over the mesh axis {name!r}, over which parameters are the same, and "
+            f"axis_name={axis_name!r} does not name it: their gradients would be the sum over its "
+            f"{lax.axis_size(name)} replicas, not the mean. Pass axis_name={wanted!r}, or let the loss be the mean "
+            f"of all replicas': jax.lax.pmean(loss, {name!r})."
         )
 
 
