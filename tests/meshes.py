@@ -117,7 +117,7 @@ class Way:
             self.put = lambda batch: batch
             self.step = jax.jit(self._counted(mpjax.make_train_step(loss_fn, **options)))
             return
-        kind = AxisType.Explicit if how == "explicit" else AxisType.Auto
+        kind = AxisType.Explicit if how.startswith("explicit") else AxisType.Auto
         mesh = mesh_of(data, model, kind)
         self.state = create(mesh, specs, policy, tx, **create_options)
         batch_specs = {
@@ -138,20 +138,23 @@ class Way:
             self.put = lambda batch: {k: x.reshape(DEVICES, -1, *x.shape[1:]) for k, x in batch.items()}
             self.step = jax.pmap(step, axis_name="data", donate_argnums=0)
         else:
-            split = functools.partial(loss_fn, model_axis="model") if model > 1 else loss_fn
+            partial = how.startswith("partial")  # the data's axis by hand, the model's left to the compiler
+            split = functools.partial(loss_fn, model_axis="model") if model > 1 and not partial else loss_fn
             step = self._counted(mpjax.make_train_step(split, axis_name="data", **options))
-            state_specs = jax.tree.map(lambda s: s.spec, shardings(self.state))
+            state_specs = jax.tree.map(lambda s: P() if partial else s.spec, shardings(self.state))
+            by_hand = {"axis_names": {"data"}} if partial else {}
 
             def run(state: Any, batch: Any) -> Any:
                 return jax.shard_map(
                     step,
                     mesh=mesh,
-                    in_specs=(state_specs, batch_specs),
+                    in_specs=(state_specs, dict.fromkeys(batch_specs, P("data")) if partial else batch_specs),
                     out_specs=(state_specs, P()),
-                    check_vma=how == "shard_map",
+                    check_vma="without checks" not in how,
+                    **by_hand,
                 )(state, batch)
 
-            self.step = jax.jit(run, donate_argnums=0)
+            self.step = jax.jit(run, donate_argnums=0, out_shardings=(shardings(self.state), None))
 
     def _counted(self, step: Any) -> Any:
         def counted(state: Any, batch: Any) -> Any:

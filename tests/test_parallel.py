@@ -16,7 +16,10 @@ from meshes import DEVICES, F16, PARAMS, Way, batch, create, loss, mesh_of, on_e
 import mpjax
 
 DATA_PARALLEL = ["jit", "explicit", "pmap", "shard_map", "shard_map without checks"]
-TENSOR_PARALLEL = ["jit, 4×2", "explicit, 4×2", "shard_map, 4×2", "shard_map without checks, 4×2"]
+TENSOR_PARALLEL = [
+    *("jit, 4×2", "explicit, 4×2", "shard_map, 4×2", "shard_map without checks, 4×2"),
+    *("explicit shard_map, 4×2", "partial shard_map, 4×2"),
+]
 
 
 def arrays(state):
@@ -104,7 +107,14 @@ CURVES = [
         "explicit, 4×2",
         "explicit, fully sharded",
     ),
-    *("pmap", "shard_map", "shard_map, 4×2", "shard_map without checks"),
+    *(
+        "pmap",
+        "shard_map",
+        "shard_map, 4×2",
+        "shard_map without checks",
+        "explicit shard_map, 4×2",
+        "partial shard_map, 4×2",
+    ),
 ]
 
 

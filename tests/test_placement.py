@@ -167,7 +167,7 @@ def normed_loss(params, model_state, batch, rng):
 
 @pytest.mark.parametrize("kind", ["jit", "pmap", "shard_map"])
 def test_batch_statistics_are_those_of_one_device_or_the_mean_of_the_replicas(kind):
-    variables = Normed().init(jax.random.key(0), jnp.ones((1, 8)))
+    variables = jax.jit(Normed().init)(jax.random.key(0), jnp.ones((2, 8)))
     params, model_state = variables["params"], {"batch_stats": variables["batch_stats"]}
     data = {key: batch()[key] for key in ("x", "y")}
 
