@@ -15,6 +15,7 @@ from meshes import DEVICES, F16, PARAMS, Way, batch, create, loss, mesh_of, on_e
 
 import mpjax
 
+BF16 = "p=f32,c=bf16,o=f32"
 DATA_PARALLEL = ["jit", "explicit", "pmap", "shard_map", "shard_map without checks"]
 TENSOR_PARALLEL = [
     *("jit, 4×2", "explicit, 4×2", "shard_map, 4×2", "shard_map without checks, 4×2"),
@@ -153,8 +154,13 @@ def test_the_loss_curve_is_that_of_one_device_within_float32_reduction_noise(nam
     assert expected_losses[-1] < 0.9 * expected_losses[0]
 
 
-@pytest.mark.parametrize("name", ["jit", "jit, mixed", "explicit, 4×2", "pmap", "shard_map, 4×2"])
-@pytest.mark.parametrize("accumulate_steps", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "accumulate_steps"),
+    [
+        *(("jit, mixed", 1), ("pmap", 1), ("shard_map, 4×2", 1)),
+        *(("jit", 2), ("explicit, 4×2", 2), ("pmap", 2), ("shard_map, 4×2", 2)),
+    ],
+)
 def test_in_float16_the_same_steps_are_skipped_and_the_scale_is_the_same(name, accumulate_steps):
     losses, norms, finite, scales = curve(name, F16, accumulate_steps)
     expected_losses, expected_norms, _, expected_scales = curve("one device", F16)
@@ -164,10 +170,9 @@ def test_in_float16_the_same_steps_are_skipped_and_the_scale_is_the_same(name, a
     np.testing.assert_allclose(norms[finite], expected_norms[finite], rtol=FLOAT16_NOISE)
 
 
-@pytest.mark.parametrize("name", ["jit, fully sharded", "shard_map, 4×2"])
-def test_in_bfloat16_the_curve_is_that_of_one_device_within_bfloat16_rounding(name):
-    losses, *_ = curve(name, "p=f32,c=bf16,o=f32")
-    np.testing.assert_allclose(losses, curve("one device", "p=f32,c=bf16,o=f32")[0], rtol=2.0**-7)
+def test_in_bfloat16_the_curve_is_that_of_one_device_within_bfloat16_rounding():
+    losses, *_ = curve("shard_map, 4×2", BF16)
+    np.testing.assert_allclose(losses, curve("one device", BF16)[0], rtol=2.0**-7)
 
 
 # ------------------------------------------------------------------------------------------- right averages
