@@ -66,7 +66,10 @@ def resolve_loss_scale(text: str, policies: mpjax.PolicyMap) -> mpjax.LossScale:
         raise UsageError(
             f"--loss-scale must be auto, none, dynamic or a positive number such as 1024, got '{text}'"
         )
-    return mpjax.StaticLossScale(factor)
+    try:
+        return mpjax.StaticLossScale(factor)
+    except ValueError as e:  # beyond float32
+        raise UsageError(f"--loss-scale {text}: {e}") from None
 
 
 def loss_scale_to_json(loss_scale: mpjax.LossScale) -> str | float:

@@ -49,9 +49,14 @@ class RunDirectory:
             )
         if self.config.exists():
             self._check_same(config)
-        else:
+            return
+        try:
             self.plots.mkdir(parents=True, exist_ok=True)
             write_json(self.config, config)
+        except OSError as e:
+            raise UsageError(
+                f"--out '{self.path}' cannot be written to ({e.strerror}); give another directory"
+            ) from None
 
     def _check_same(self, config: dict[str, Any]) -> None:
         try:

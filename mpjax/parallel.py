@@ -36,6 +36,10 @@ def all_gather(x: jax.Array, axis_name: AxisName, *, axis: int = 0) -> jax.Array
 
     Returns:
       The whole, in the dtype of `x`, with the digits of the compute dtype.
+
+    Raises:
+      ValueError: when differentiated, where shard_map does not keep track: the gradient of the shard would be
+        averaged as if it were that of the whole.
     """
     region = regions.current()
     narrow = x.dtype
@@ -48,6 +52,12 @@ def all_gather(x: jax.Array, axis_name: AxisName, *, axis: int = 0) -> jax.Array
         return lax.all_gather(x.astype(narrow), axis_name, axis=axis, tiled=True).astype(x.dtype)
 
     def scatter(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
+        if untracked := [name for name in names_of(axis_name) if not is_tracked(name)]:
+            raise ValueError(
+                f"mpjax.all_gather over {untracked[0]!r} cannot be differentiated here: without jax.shard_map's "
+                "checks nobody knows that the parameter is sharded, and its gradient would be averaged with those "
+                "of other shards. Leave check_vma=True, its default; under jax.pmap keep parameters whole."
+            )
         part = lax.psum_scatter(cotangent.astype(back), axis_name, scatter_dimension=axis, tiled=True)
         return (part.astype(x.dtype),)
 

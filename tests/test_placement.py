@@ -310,6 +310,18 @@ def test_the_program_for_tpu_casts_a_sharded_weight_before_anything_else_happens
         assert all(f"(tensor<{shape}xf32>) -> tensor<{shape}xbf16>" in line for line in users), users
 
 
+def test_without_checks_a_gathered_weight_has_no_gradient():
+    def body(w):
+        loss_fn = lambda w: jnp.sum(mpjax.all_gather(w, "data"))
+        return mpjax.value_and_grad(loss_fn, BF16, axis_name="data")(mpjax.NoOpLossScale(), w)[1]
+
+    fn = jax.shard_map(body, mesh=mesh_of(8), in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    with pytest.raises(ValueError) as e:
+        jax.jit(fn)(PARAMS["in"])
+    assert "mpjax.all_gather over 'data' cannot be differentiated here" in str(e.value)
+    assert "Leave check_vma=True, its default" in str(e.value)
+
+
 def test_inside_shard_map_a_weight_can_be_gathered_in_the_compute_dtype_and_its_gradient_scattered_in_float32():
     mesh = mesh_of(8)
 
