@@ -13,9 +13,10 @@ behaves exactly as before. Inside, one of these rules applies:
 
 Everything else runs as it comes, by JAX's own promotion. The rules do not depend on the backend.
 
-What a product was decided to run in travels with it, as a mark on its `precision` that compiles to nothing.
-JAX evaluates a traced program again to differentiate, batch or rematerialise it, by then often in
-another region, and transposes it in none; the mark makes all of these keep to the decision.
+What a product was decided to run in travels with it, as a mark on its `precision` that accelerators' programs know
+nothing of. JAX evaluates a traced program again to differentiate, batch or rematerialise it, by then often in
+another region, and transposes it in none; the mark makes all of these keep to the decision. CPUs lower
+marked products in a way of their own, see cpu.py.
 """
 
 import contextlib
@@ -27,11 +28,12 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.extend.core.primitives as jex
 import jmp
+from jax._src.interpreters import mlir as _mlir  # for JAX's own lowerings,
 from jax._src.lax import lax as _lax  # for ragged_dot_general_p, which jax.extend lacks,
 from jax._src.state import primitives as _state  # and for the writes to a jax.Ref
 from jax.extend.linear_util import transformation2
 
-from mpjax import regions, rules
+from mpjax import cpu, regions, rules
 from mpjax.policy_map import PolicyMap, as_policy_map
 
 P = ParamSpec("P")
@@ -208,6 +210,11 @@ def _install() -> None:
                 continue
             primitive.bind = functools.partial(rule, primitive.bind)
             primitive.bind.rule = rule.__name__
+    previous = _mlir._platform_specific_lowerings["cpu"][jex.dot_general_p].rule
+    if not hasattr(previous, "rule"):
+        rule = cpu.dot_general_rule(previous)
+        rule.rule = "cpu"  # type: ignore[attr-defined]
+        _mlir.register_lowering(jex.dot_general_p, rule, platform="cpu")
 
 
 _install()
