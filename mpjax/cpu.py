@@ -1,9 +1,11 @@
-"""How CPUs run the bfloat16 products that a policy asked for.
+"""How CPUs run the 16-bit products that a policy asked for.
 
-XLA's own program for them depends on its version and on the layout: with jax 0.12 the gradient of a weight runs
-at a fifth of the float32 rate and adds up in less than float32. So a product that carries a policy's mark
-is lowered here, to one that adds up in float32 and rounds once, as accelerators do. The traced program
-stays as it is, and so does every product outside of policies.
+XLA's own program for them depends on its version and on the layout: with jax 0.12 a bfloat16 weight gradient
+runs at a fifth of the float32 rate and adds up in less than float32. And JAX forms the gradient of a weight,
+[in, out], as one of [out, in] that it then transposes, so that the optimizer strides through memory. So a
+product that carries a policy's mark is lowered here: it adds up in float32 and rounds once, as on
+accelerators, and the gradient of a weight comes in the weight's own layout. The traced program stays as it
+is, and so does every product outside of policies.
 
 On a CPU that multiplies bfloat16 the operands stay bfloat16, in the layouts of a dense layer: forward, gradient
 of the input and gradient of the weight. On others, and in other layouts, they are widened to float32 first:
@@ -21,7 +23,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
-from mpjax.dtypes import FLOAT32
+from mpjax.dtypes import FLOAT32, HALF
 from mpjax.rules import Decided
 
 Rule = Callable[..., Sequence[Any]]
@@ -48,14 +50,16 @@ def dot_general_rule(previous: Rule) -> Rule:
     def lower(ctx: Any, lhs: Any, rhs: Any, **params: Any) -> Sequence[Any]:
         (out,) = ctx.avals_out
         precision = params["precision"]
-        if not isinstance(precision, Decided) or precision.compute_dtype != BFLOAT16:
+        if not isinstance(precision, Decided) or precision.compute_dtype not in HALF:
             return previous(ctx, lhs, rhs, **params)
-        if any(aval.dtype != BFLOAT16 for aval in ctx.avals_in) or out.dtype not in (BFLOAT16, FLOAT32):
+        compute = precision.compute_dtype
+        if any(aval.dtype != compute for aval in ctx.avals_in) or out.dtype not in (compute, FLOAT32):
             return previous(ctx, lhs, rhs, **params)
 
         ctx = ctx.replace(avals_out=[out.update(dtype=FLOAT32)])
         params["preferred_element_type"] = FLOAT32
-        form = _native_form(ctx, params["dimension_numbers"]) if has_native_bfloat16() else _widened
+        native = compute == BFLOAT16 and has_native_bfloat16()
+        form = (_native_form if native else _widened_form)(ctx, params["dimension_numbers"])
         result = form(previous, ctx, lhs, rhs, params)
         return [result if out.dtype == FLOAT32 else _convert(ctx, result, out)]
 
@@ -80,10 +84,25 @@ def _native_form(ctx: Any, dimension_numbers: Any) -> Form:
     lhs, rhs = map(tuple, contracted)
     if lhs == lhs_trailing and rhs in (leading, rhs_trailing):
         return _native
-    unsharded = all(axes is None for axes in ctx.avals_out[0].sharding.spec)
-    if n > 1 and sorted(lhs) == sorted(rhs) == list(leading) and unsharded:
+    if n > 1 and _is_weight_gradient(ctx, dimension_numbers):
         return _native_swapped
     return _widened
+
+
+def _widened_form(ctx: Any, dimension_numbers: Any) -> Form:
+    return _widened_swapped if _is_weight_gradient(ctx, dimension_numbers) else _widened
+
+
+def _is_weight_gradient(ctx: Any, dimension_numbers: Any) -> bool:
+    """Whether both operands, an unsharded product's, sum over their leading dimensions, and nothing is batched."""
+    contracted, (batch, _) = dimension_numbers
+    leading = list(range(len(contracted[0])))
+    unsharded = all(axes is None for axes in ctx.avals_out[0].sharding.spec)
+    return not batch and leading != [] and all(list(dims) == leading for dims in contracted) and unsharded
+
+
+def _widened_swapped(previous: Rule, ctx: Any, lhs: Any, rhs: Any, params: dict[str, Any]) -> Any:
+    return _swapped(_widened, previous, ctx, lhs, rhs, params)
 
 
 def _widened(previous: Rule, ctx: Any, lhs: Any, rhs: Any, params: dict[str, Any]) -> Any:
@@ -94,15 +113,22 @@ def _widened(previous: Rule, ctx: Any, lhs: Any, rhs: Any, params: dict[str, Any
 
 
 def _native(previous: Rule, ctx: Any, lhs: Any, rhs: Any, params: dict[str, Any]) -> Any:
+    return hlo.optimization_barrier([_narrow(previous, ctx, lhs, rhs, params)])
+
+
+def _narrow(previous: Rule, ctx: Any, lhs: Any, rhs: Any, params: dict[str, Any]) -> Any:
     (result,) = previous(ctx, _hidden(lhs), _hidden(rhs), **params)
-    return hlo.optimization_barrier([result])
+    return result
 
 
 def _native_swapped(previous: Rule, ctx: Any, lhs: Any, rhs: Any, params: dict[str, Any]) -> Any:
-    """`lhs · rhs` as the transposition of `rhs · lhs`.
+    return _swapped(_narrow, previous, ctx, lhs, rhs, params)
 
-    JAX forms the gradient of a weight, [in, out], as one of [out, in] that it then transposes. XLA cancels
-    the two transpositions, and the gradient is formed in the weight's own layout.
+
+def _swapped(form: Form, previous: Rule, ctx: Any, lhs: Any, rhs: Any, params: dict[str, Any]) -> Any:
+    """`lhs · rhs` as the transposition of `rhs · lhs`, which XLA cancels with the transposition by JAX.
+
+    The barrier keeps XLA from giving the result the layout of the transposition all the same.
     """
     (out,) = ctx.avals_out
     (lhs_contracted, rhs_contracted), batch = params["dimension_numbers"]
@@ -110,9 +136,8 @@ def _native_swapped(previous: Rule, ctx: Any, lhs: Any, rhs: Any, params: dict[s
     rhs_free = out.ndim - lhs_free
     swapped = out.update(shape=(*out.shape[lhs_free:], *out.shape[:lhs_free]))
     params = params | {"dimension_numbers": ((rhs_contracted, lhs_contracted), batch)}
-    result = _native(
-        previous, ctx.replace(avals_in=ctx.avals_in[::-1], avals_out=[swapped]), rhs, lhs, params
-    )
+    inner = ctx.replace(avals_in=ctx.avals_in[::-1], avals_out=[swapped])
+    result: Any = hlo.optimization_barrier([form(previous, inner, rhs, lhs, params)])
     return hlo.transpose(result, mlir.dense_int_array([*range(rhs_free, out.ndim), *range(rhs_free)]))
 
 

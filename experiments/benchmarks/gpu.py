@@ -32,7 +32,9 @@ def gpu(suite: options.GPU, say: Callable[[str], None]) -> list[Row]:
     if jax.default_backend() != "gpu" and not suite.quick:
         raise UsageError("the suite gpu needs a GPU, JAX sees none here; --quick shows that it runs")
     peak = _peak(64 if suite.quick else 8192, suite.rounds)
-    say(f"a large bfloat16 product runs at {peak / 1e12:.3g} TFLOP/s; fp8 is left out: it needs gemm policies")
+    say(
+        f"a large bfloat16 product runs at {peak / 1e12:.3g} TFLOP/s; fp8 is left out: it needs gemm policies"
+    )
 
     problem = _problem(suite, suite.batch)
     tokens = suite.batch * suite.length

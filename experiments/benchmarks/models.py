@@ -73,7 +73,9 @@ class GPT(nn.Module):
         x = embed(tokens)
         x = x + position.astype(x.dtype)
         if self.scanned:
-            blocks = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers)
+            blocks = nn.scan(
+                Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers
+            )
             x, _ = blocks(self.heads, self.dtype, name="blocks")(x, None)
         else:
             for i in range(self.layers):

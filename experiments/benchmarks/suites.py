@@ -80,7 +80,11 @@ def _libraries(problem: Problem, dtype: str) -> Iterator[Contender]:
     if problem.by_hand is not None:
         by_hand = problem.by_hand(jnp.dtype(dtype))
         dynamic = dtype == "float16"
-        yield steps.dynamic_by_hand(problem, by_hand) if dynamic else steps.unscaled(problem, by_hand, "by hand")
+        yield (
+            steps.dynamic_by_hand(problem, by_hand)
+            if dynamic
+            else steps.unscaled(problem, by_hand, "by hand")
+        )
     if dtype != "float32" or problem.by_hand is None:
         yield steps.flax_step(problem, dtype)
         yield steps.jmp_step(problem, dtype)
@@ -180,7 +184,9 @@ def scaling(suite: options.Scaling, say: Say) -> list[Row]:
     for kind, spec in (("replicated", P()), ("sharded", P("data"))):
         for devices in suite.devices:
             if devices > jax.device_count():
-                raise UsageError(f"--devices {devices} are more than the {jax.device_count()} of this machine")
+                raise UsageError(
+                    f"--devices {devices} are more than the {jax.device_count()} of this machine"
+                )
             group = f"{devices} devices, {kind} parameters"
             say(group)
             rows += _over_devices(group, devices, spec, suite.rounds)

@@ -11,7 +11,6 @@ import numpy as np
 
 from experiments.benchmarks.steps import Contender
 
-
 Row = dict[str, Any]
 
 
@@ -26,9 +25,7 @@ def ratio(seconds: list[float], base: list[float]) -> dict[str, float]:
     return spread(np.asarray(seconds) / np.asarray(base))
 
 
-def by_turns(
-    thunks: dict[str, Callable[[], Any]], rounds: int, warmup: int = 1
-) -> dict[str, list[float]]:
+def by_turns(thunks: dict[str, Callable[[], Any]], rounds: int, warmup: int = 1) -> dict[str, list[float]]:
     """Seconds that each thunk took in each round; every round runs all of them once, in order.
 
     Args:
@@ -84,8 +81,8 @@ class Compiled:
             self._carry = self._contender.carry()
             if self._place is not None:
                 self._carry = jax.device_put(self._carry, self._place)
-        self._carry, loss = self._step(self._carry, self._batch)
-        jax.block_until_ready((self._carry, loss))
+        self._carry, metrics = self._step(self._carry, self._batch)
+        jax.block_until_ready((self._carry, metrics))
 
     def costs(self) -> dict[str, float]:
         """Of the optimized program: bytes, and the number of converts and of collectives."""
