@@ -49,7 +49,9 @@ def bench(argv: Sequence[str], description: str) -> int:
         _ask_for_devices(max(suite.devices))
 
     console = Console()
-    rows = RUN[type(suite)](suite, lambda text: console.print(text, style="dim", highlight=False))
+    rows = RUN[type(suite)](
+        suite, lambda text: console.print(text, style="dim", highlight=False, markup=False)
+    )
     content = show.to_json(
         {
             "suite": name,

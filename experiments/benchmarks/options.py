@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,7 @@ class GPU(Suite):
     """Also double the batch until memory ends."""
 
 
-SUITES = {
+SUITES: dict[str, Any] = {
     "loss_scale": LossScale,
     "gpt": GPT,
     "resnet": ResNet,

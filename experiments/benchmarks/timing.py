@@ -67,7 +67,7 @@ class Compiled:
         self._contender, self._batch, self._carry = contender, batch, None
         abstract = jax.eval_shape(contender.carry)
         self._place = None if shardings is None else shardings(abstract)
-        placed = {} if shardings is None else {"out_shardings": (self._place, None)}
+        placed: dict[str, Any] = {} if shardings is None else {"out_shardings": (self._place, None)}
         if self._place is not None:
             abstract = jax.tree.map(
                 lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, self._place
