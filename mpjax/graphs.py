@@ -23,7 +23,6 @@ MOVES = {
     "copy_p",
     "stop_gradient",
     "optimization_barrier",
-    "mpjax_unfolded",
     "sharding_constraint",
     "pcast",
     "pvary",

@@ -91,47 +91,9 @@ def compute_rule(bind: Bind, lhs: Any, rhs: Any, *rest: Any, **params: Any) -> A
             )
         narrowed = (_narrows(lhs, compute), _narrows(rhs, compute))
         precision = params["precision"] = Decided(precision, compute, narrowed)
-    if precision.compute_dtype is None:
-        return bind(lhs, rhs, *rest, **params)
-    lhs, rhs = (_cast(x, precision.compute_dtype) for x in (lhs, rhs))
-    if precision.compute_dtype in dtypes.HALF and params["preferred_element_type"] == dtypes.FLOAT32:
-        return _widening_product(bind, lhs, rhs, *rest, **params)
+    if precision.compute_dtype is not None:
+        lhs, rhs = (_cast(x, precision.compute_dtype) for x in (lhs, rhs))
     return bind(lhs, rhs, *rest, **params)
-
-
-def _widening_product(bind: Bind, lhs: Any, rhs: Any, *rest: Any, **params: Any) -> Any:
-    """A product of 16-bit operands with a float32 result, in a form that XLA on CPU can run.
-
-    XLA folds transpositions of its operands and its result into a product, and on CPU some of the layouts that
-    come out have no implementation for bfloat16: they fail when they run.
-    """
-    if bind.__self__.name == "dot_general" and params["dimension_numbers"][1][0]:  # type: ignore[attr-defined]
-        contracted, batch = params["dimension_numbers"]
-        n = len(batch[0])
-        kept = [
-            [d for d in range(x.ndim) if d not in contracted[i] + batch[i]] for i, x in enumerate((lhs, rhs))
-        ]
-        lhs = _unfolded(jnp.transpose(lhs, (*batch[0], *kept[0], *contracted[0])))
-        rhs = _unfolded(jnp.transpose(rhs, (*batch[1], *contracted[1], *kept[1])))
-        inner = len(contracted[0])
-        params["dimension_numbers"] = (
-            (tuple(range(lhs.ndim - inner, lhs.ndim)), tuple(range(n, n + inner))),
-            (tuple(range(n)), tuple(range(n))),
-        )
-    return _unfolded(bind(lhs, rhs, *rest, **params))
-
-
-# The identity, that on CPU keeps XLA from folding what is on one side of it into what is on the other.
-_unfolded_p = jax.extend.core.Primitive("mpjax_unfolded")
-_unfolded_p.def_impl(lambda x: x)
-_unfolded_p.def_abstract_eval(lambda x: x)
-mlir.register_lowering(_unfolded_p, lambda ctx, x: [x])
-mlir.register_lowering(
-    _unfolded_p, mlir.lower_fun(lax.optimization_barrier, multiple_results=False), platform="cpu"
-)
-batching.defvectorized(_unfolded_p)
-ad.deflinear2(_unfolded_p, lambda cotangent, x: [cotangent])
-_unfolded = _unfolded_p.bind
 
 
 # Whether gradients of operands that a product narrowed leave their product in the compute dtype.
