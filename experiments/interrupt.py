@@ -45,8 +45,8 @@ class Stop:
         if jax.process_count() == 1:
             return self.requested
         if step % self._every == 0:
-            self.requested = processes.any_process(self.requested)
-            return self.requested
+            # What comes in meanwhile is for the next time, and must not be lost.
+            return processes.any_process(self.requested)
         return False
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:

@@ -145,13 +145,17 @@ def train(
         state, metrics = step(state, placement.batch(task, seed, done), key)
         pending.append(metrics)
         done += 1
-        stopped = stop(done)
         last = done == steps
         evaluate = last or done % intervals.evaluate == 0
         checkpoint = intervals.checkpoint is not None and done % intervals.checkpoint == 0
-        if not (last or stopped or evaluate or checkpoint or done % intervals.log == 0):
+        due = last or evaluate or checkpoint or done % intervals.log == 0
+        if due:
+            # The only place where the host waits for the device; before `stop`, in which processes may
+            # agree, as a reduction that overtook those of the steps would wait for ever.
+            jax.block_until_ready(pending)
+        stopped = stop(done)
+        if not (due or stopped):
             continue
-        # The only place where the host waits for the device.
         records = _to_records(jax.device_get(pending), done - len(pending), skipped)
         seconds += time.perf_counter() - started
         skipped, pending = records[-1]["skipped"], []

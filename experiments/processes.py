@@ -10,6 +10,8 @@ import numpy as np
 
 from experiments.errors import FAILURE_STATUS, UsageError
 
+_IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+
 
 def set_up(options: Any) -> None:
     """Makes virtual devices and joins the other processes, before JAX looks for devices.
@@ -24,11 +26,9 @@ def set_up(options: Any) -> None:
         _make_virtual_devices(options.virtual_devices)
     if options.processes == "1":
         return
-    # SIGTERM is ours: see `Stop`. JAX would take it over, for its own way to agree on a step.
-    jax.config.update("jax_enable_preemption_service", False)
     if options.processes == "auto":
         try:
-            jax.distributed.initialize(options.coordinator, process_id=options.process_id)
+            _join(options.coordinator, None, options.process_id)
         except (ValueError, RuntimeError) as e:
             raise UsageError(
                 f"--processes auto found no other processes ({str(e).splitlines()[0]}); give --processes N "
@@ -43,7 +43,7 @@ def set_up(options: Any) -> None:
         )
     if not 0 <= options.process_id < count:
         raise UsageError(f"--process-id must be from 0 to {count - 1}, got {options.process_id}")
-    jax.distributed.initialize(options.coordinator, count, options.process_id)
+    _join(options.coordinator, count, options.process_id)
 
 
 def is_main() -> bool:
@@ -81,6 +81,15 @@ def give_up(message: str) -> NoReturn:
     print(f"error: {message}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(FAILURE_STATUS)
+
+
+def _join(coordinator: str | None, count: int | None, process_id: int | None) -> None:
+    # On a CPU, XLA starts collectives of one program side by side, which processes then may meet in different
+    # orders and wait for each other for ever, once a mesh has several axes.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_IN_ORDER}".strip()
+    # SIGTERM is ours: see `Stop`. JAX would take it over, for its own way to agree on a step.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(coordinator, count, process_id)
 
 
 def _make_virtual_devices(count: int) -> None:

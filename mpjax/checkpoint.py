@@ -4,7 +4,6 @@ A checkpoint is a directory named after its step. It appears whole or not at all
 by the sums of its bytes, and the one before it is taken. Needs `pip install 'mpjax[checkpoint]'`.
 """
 
-import json
 import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -15,6 +14,7 @@ import numpy as np
 from mpjax import manifest as manifests
 from mpjax.loss_scale import check_loss_scale
 from mpjax.manifest import CheckpointError as CheckpointError
+from mpjax.manifest import DamageError as DamageError
 from mpjax.policy_map import PolicyMap, as_policy_map
 from mpjax.train_state import check_params
 
@@ -28,10 +28,7 @@ class CheckpointWarning(UserWarning):
 
 
 class Info(NamedTuple):
-    """What a checkpoint says of itself.
-
-    `policy` is what the state was trained under, or None; `notes` are what was kept beside the metrics.
-    """
+    """What a checkpoint says of itself; `policy` is what it was trained under, or None."""
 
     policy: PolicyMap | None
     metrics: dict[str, float]
@@ -90,7 +87,7 @@ class Checkpoints:
         self._saving: int | None = None
         self._error: Exception | None = None
         self._failure: CheckpointError | None = None
-        _ = self.steps
+        _ = self.steps  # which says if the directory is of no use
 
     @property
     def steps(self) -> list[int]:
@@ -119,7 +116,7 @@ class Checkpoints:
 
     @property
     def best(self) -> int | None:
-        """The step of the best checkpoint by `metric`, or None if none has it."""
+        """The step of the best checkpoint by `metric`, or None."""
         return next(iter(self._by_quality(self.steps)), None)
 
     def info(self, step: int) -> Info:
@@ -215,7 +212,7 @@ class Checkpoints:
         for candidate in reversed(steps):
             try:
                 restored = self._restore(candidate, state, extra, cast)
-            except _Damage as e:
+            except DamageError as e:
                 damaged[candidate] = str(e)
                 continue
             # Only now: if none can be read, the reason may lie elsewhere, and nothing is touched.
@@ -283,33 +280,21 @@ class Checkpoints:
             with self._ocp.Checkpointer(self._handler()) as reader:
                 restored = reader.restore(self.directory / str(step), args=args)[_ARRAYS]
         except Exception as e:
-            problem = _first_line(e)
+            problem = manifests.first_line(e)
         # Every process has to go back to the same checkpoint, whichever could not read its part.
         if not problem and (damaged := manifests.damaged_leaves(found, restored)):
             problem = f"the bytes of '{damaged[0]}' are not those that were saved"
         if _any_process(bool(problem)):
-            raise _Damage(
+            raise DamageError(
                 f"{self._where(step)} is damaged: {problem or 'another process cannot read its part'}."
             )
         return {name: manifests.as_wanted(restored[name], x) for name, x in wanted.items()}
 
-    def _read_manifest(self, step: int) -> dict[str, Any]:
+    def _read_manifest(self, step: int) -> manifests.Manifest:
         path = self.directory / str(step)
         if not path.exists():
             raise CheckpointError(f"There is no checkpoint of step {step} in '{self.directory}'.")
-        try:
-            found = json.loads((path / _MANIFEST / "metadata").read_text())
-            version = found["format"]
-            if version > manifests.FORMAT:
-                raise CheckpointError(
-                    f"{self._where(step)} was written by a newer mpjax, in format {version}; this one reads up "
-                    f"to {manifests.FORMAT}. Install the version that wrote it."
-                )
-            return {key: found[key] for key in ("policy", "loss_scales", "metrics", "notes", "leaves")}
-        except CheckpointError:
-            raise
-        except Exception as e:
-            raise _Damage(f"{self._where(step)} is damaged: {_first_line(e)}.") from None
+        return manifests.read(path / _MANIFEST / "metadata", self._where(step))
 
     def _open_for_writing(self) -> None:
         """Clears away what an earlier run had begun; only here, as a reader may look on while a run writes."""
@@ -356,7 +341,7 @@ class Checkpoints:
         step, self._saving, self._error = self._saving, None, None
         last = self.latest
         self._failure = CheckpointError(
-            f"The checkpoint of step {step} could not be saved in '{self.directory}': {_first_line(error)}. "
+            f"The checkpoint of step {step} could not be saved in '{self.directory}': {manifests.first_line(error)}. "
             + (f"The last one that is whole is of step {last}." if last is not None else "There is no other.")
         )
         warnings.warn(str(self._failure), CheckpointWarning, stacklevel=3)
@@ -396,10 +381,6 @@ class Checkpoints:
         return f"The checkpoint of step {step} in '{self.directory}'"
 
 
-class _Damage(CheckpointError):
-    """A checkpoint that cannot be read, unlike one that does not fit."""
-
-
 def _import_orbax() -> tuple[Any, Any]:
     try:
         import orbax.checkpoint as ocp
@@ -418,8 +399,3 @@ def _any_process(flag: bool) -> bool:
     from jax.experimental import multihost_utils
 
     return bool(multihost_utils.process_allgather(np.asarray(flag)).any())
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return (text[0] if text else type(error).__name__).rstrip(".")

@@ -122,7 +122,7 @@ def nonfinite_paths(tree: Any, what: str = "") -> list[str]:
         for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
         if casting.is_inexact_array(x) and np.size(x)
     ]
-    counts = jax.device_get([_count(x) for _, x in flat])
+    counts = jax.device_get(_counts([x for _, x in flat]))
     lines = []
     for (path, x), (nans, infs) in zip(flat, counts, strict=True):
         if nans or infs:
@@ -192,8 +192,9 @@ def find_nonfinite(
 
 
 @jax.jit
-def _count(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return jnp.isnan(x).sum(), jnp.isinf(x).sum()
+def _counts(arrays: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
+    """How many entries of each are NaN, and inf; in one program, as each is a reduction over all devices."""
+    return [(jnp.isnan(x).sum(), jnp.isinf(x).sum()) for x in arrays]
 
 
 def _message(divergence: Divergence, nonfinite: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ restored.
 """
 
 import dataclasses
+import json
 from typing import Any
 
 import jax
@@ -25,6 +26,40 @@ Manifest = dict[str, Any]
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be used as it was asked for; the message names the way out."""
+
+
+class DamageError(CheckpointError):
+    """A checkpoint cannot be read, unlike one that does not fit."""
+
+
+def read(path: Any, where: str) -> Manifest:
+    """Reads a manifest.
+
+    Args:
+      path: of the file.
+      where: names the checkpoint in messages.
+
+    Raises:
+      CheckpointError: if it comes from a newer mpjax.
+      DamageError: if it is missing or no manifest.
+    """
+    try:
+        found = json.loads(path.read_text())
+        version = found["format"]
+        if version <= FORMAT:
+            return {key: found[key] for key in ("policy", "loss_scales", "metrics", "notes", "leaves")}
+    except Exception as e:
+        raise DamageError(f"{where} is damaged: {first_line(e)}.") from None
+    raise CheckpointError(
+        f"{where} was written by a newer mpjax, in format {version}; this one reads up to {FORMAT}. Install the "
+        "version that wrote it."
+    )
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error says, without a full stop."""
+    text = str(error).strip().splitlines()
+    return (text[0] if text else type(error).__name__).rstrip(".")
 
 
 def named_leaves(state: Any, extra: Any) -> dict[str, Any]:

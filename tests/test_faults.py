@@ -35,12 +35,14 @@ tainted.defvjp(
 
 
 def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
-    def one_loss(x: jax.Array, faults: jax.Array) -> jax.Array:
+    def one_loss(params: Any, x: jax.Array, faults: jax.Array) -> jax.Array:
         leaves, structure = jax.tree.flatten(params)
         p = jax.tree.unflatten(structure, [tainted(w, f) for w, f in zip(leaves, faults, strict=True)])
         return jnp.sum((jnp.tanh(x @ p["a"]["kernel"] + p["a"]["bias"]) @ p["b"]["kernel"]) ** 2)
 
-    losses = jax.vmap(one_loss)(batch["x"], batch["faults"])
+    # Each example with weights of its own, as a fault is one example's.
+    own = jax.tree.map(lambda w: jnp.broadcast_to(w, (len(batch["x"]), *w.shape)), params)
+    losses = jax.vmap(one_loss)(own, batch["x"], batch["faults"])
     return jnp.mean(losses.astype(jnp.float32)), ({"seen": model_state["seen"] + 1}, {})
 
 
@@ -62,7 +64,7 @@ def run() -> Any:
         loss_scale=mpjax.DynamicLossScale(2.0**10),
         model_state={"seen": jnp.zeros([], jnp.int32)},
     )
-    x = jnp.linspace(-1, 1, EXAMPLES * 3).reshape(EXAMPLES, 3)
+    x = jnp.linspace(-1, 2, EXAMPLES * 3).reshape(EXAMPLES, 3)
 
     def run(faults: np.ndarray) -> tuple[mpjax.TrainState, mpjax.TrainState, dict[str, Any]]:
         return state, *step(state, {"x": x, "faults": jnp.asarray(faults, jnp.float32)})
