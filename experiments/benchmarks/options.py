@@ -117,8 +117,8 @@ TINY: dict[type[Suite], Suite] = {
     LossScale: LossScale(rounds=2, layers=2, width=8, batch=2),
     GPT: GPT(rounds=2, layers=1, width=16, batch=2, length=8, vocabulary=32),
     ResNet: ResNet(rounds=2, blocks=1, channels=4, batch=2, size=4),
-    Trace: Trace(rounds=1, layers=(1,), binds=20),
-    Scaling: Scaling(rounds=2, parameters=(1e3, 1e5), largest=1e4, devices=(1, 2)),
+    Trace: Trace(rounds=1, layers=(1,), binds=5),
+    Scaling: Scaling(rounds=2, parameters=(1e3, 1e5), largest=1e4, devices=(2,)),
     GPU: GPU(rounds=2, layers=1, width=64, batch=1, length=8, vocabulary=32, largest_batch=False),
 }
 """What `--quick` makes of each suite."""

@@ -76,9 +76,8 @@ def test_scaling_counts_collectives_and_costs_what_it_does_not_run(tmp_path, cap
         rows["2 devices, replicated parameters", name]["collectives"] for name in ("unscaled", "mpjax")
     ]
     sharded = [rows["2 devices, sharded parameters", name]["collectives"] for name in ("unscaled", "mpjax")]
-    assert (
-        replicated[1] == replicated[0]
-    )  # the gradients come reduced: each device reaches the verdict itself
+    # The gradients come reduced: each device reaches the verdict by itself. XLA may join what is left.
+    assert replicated[1] <= replicated[0]
     assert sharded[1] <= sharded[0] + 1
 
 
