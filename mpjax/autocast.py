@@ -213,16 +213,17 @@ def _install() -> None:
             primitive.bind.rule = rule.__name__
     for primitive in (jex.dot_general_p, jex.conv_general_dilated_p):
         lhs_rule, rhs_rule = ad.primitive_transposes[primitive].args  # type: ignore[attr-defined]
-        if getattr(lhs_rule, "func", None) is not None:
-            continue
-        ad.defbilinear(
-            primitive,
-            functools.partial(rules.transpose_rule, lhs_rule, 0),
-            functools.partial(rules.transpose_rule, rhs_rule, 1),
-        )
-        lowerings = _mlir._platform_specific_lowerings["cpu"]
-        previous = lowerings[primitive] if primitive in lowerings else _mlir._lowerings[primitive]
-        _mlir.register_lowering(primitive, cpu.lowering_rule(previous.rule), platform="cpu")
+        if getattr(lhs_rule, "func", None) is None:
+            ad.defbilinear(
+                primitive,
+                functools.partial(rules.transpose_rule, lhs_rule, 0),
+                functools.partial(rules.transpose_rule, rhs_rule, 1),
+            )
+    previous = _mlir._platform_specific_lowerings["cpu"][jex.dot_general_p].rule
+    if not hasattr(previous, "wraps"):
+        rule = cpu.dot_general_rule(previous)
+        rule.wraps = previous  # type: ignore[attr-defined]
+        _mlir.register_lowering(jex.dot_general_p, rule, platform="cpu")
 
 
 _install()
