@@ -48,13 +48,16 @@ def _expected(op: Op, found: Findings) -> np.dtype | None:
     )
     if asked_for or explicit or op.full_precision or op.phase == OPTIMIZER or _sums_nothing(op):
         return None
-    return policy_entry(found.policies, op.path, found.program.root)
+    classes = found.program.classes.get(op.model)
+    if classes is not None:
+        return found.policies.policy(found.policies.resolve(op.module, classes)).compute_dtype
+    return policy_entry(found.policies, op.module, found.program.root)
 
 
 def policy_entry(policies: PolicyMap, path: str, root: str | None) -> np.dtype:
-    """The compute dtype that a map gives to a path of the name stack.
+    """The compute dtype that a map gives to a path of the name stack, where no module says what it is.
 
-    Classes are told by the name that Flax gives their modules, as the program does not know them.
+    Classes are told by the name that Flax gives their modules.
     """
     entry = DEFAULT_ENTRY
     for ancestor in ancestors(path):

@@ -19,7 +19,7 @@ import optax
 from flax import nnx
 from flax.nnx.nn import recurrent
 
-from mpjax import casting, dtypes, gradients, regions
+from mpjax import casting, dtypes, gradients, marks, regions
 from mpjax.autocast import Watch, module_hooks, under
 from mpjax.loss_scale import as_loss_scale, check_loss_scale, loss_scale_for
 from mpjax.policy_map import PolicyMap, as_policy_map
@@ -165,7 +165,8 @@ def _in_region(name: str, method: Any, governed: Governed, cls: type) -> Any:
         if isinstance(self, nnx.bridge.ToNNX):  # the linen modules in it follow, as one region
             bound = under(bound, governed.policies.policy(governed.entry))
         state = _state_dtypes(self)
-        with jax.named_scope(_relative_path(governed.path) or cls.__name__):
+        scope = jax.named_scope(_relative_path(governed.path) or cls.__name__)
+        with scope, marks.opened(_mark(governed.path, cls), cls):
             out = regions.call_module(
                 bound,
                 args,
@@ -183,6 +184,12 @@ def _in_region(name: str, method: Any, governed: Governed, cls: type) -> Any:
         return out
 
     return wrapper
+
+
+def _mark(path: str, cls: type) -> marks.Mark:
+    caller = marks.innermost()
+    root = cls.__name__ if not path else caller.root if caller else ""
+    return marks.Mark(root, path, base=path if issubclass(cls, nnx.bridge.ToNNX) else None)
 
 
 def _relative_path(path: str) -> str:

@@ -15,6 +15,8 @@ import jaxlib
 import jmp
 import optax
 
+from mpjax import marks
+
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 
 _TRANSFORMATION = re.compile(r"\w+\(")
@@ -64,13 +66,17 @@ class Scope:
     """What a name stack says.
 
     Attributes:
-      path: module path as Flax spells it on the stack, the model's class first.
-      phase: forward or backward.
+      root: the class of the model; empty if the stack does not say it.
+      path: the module, and the scopes that were opened within it.
+      module: the path of the module alone, as a policy map matches it; None if no module has left its mark.
+      phase: forward, backward or optimizer.
       explicit: whether the stack itself names the phase.
       full_precision: whether the operation belongs to a function under `mpjax.full_precision`.
     """
 
+    root: str
     path: tuple[str, ...]
+    module: str | None
     phase: str
     explicit: bool
     full_precision: bool
@@ -78,21 +84,28 @@ class Scope:
 
 @functools.lru_cache(maxsize=100_000)
 def scope(stack: str) -> Scope:
-    """Reads a name stack such as `transpose(jvp(GPT))/blocks/0/attn.attend`."""
-    path: list[str] = []
-    for segment in _segments(stack):
-        names = _names(_TRANSFORMATION.sub("", segment).replace(")", ""))
-        # A rematerialised module appears twice: transpose(jvp(M))/jvp(M)/block.
-        repeated = bool(path) and "jvp(" in segment and names[: len(path)] == path
-        path = names if repeated else path + names
+    """Reads a name stack such as `transpose(jvp(GPT))/blocks/0/attn.attend`.
+
+    What modules have left their marks on it; of others the names that they open are all that is known.
+    """
+    marked = marks.last(stack)
+    outside = stack if marked is None else marked[0]
+    names = _path(outside)
+    root, path, module = "", names, None
+    if marked is not None:
+        _, mark, inside = marked
+        root, module = mark.root, mark.path
+        path = [name for name in (module, *_path(inside.lstrip(")"))) if name]
+    elif names and is_class_name(names[0]):
+        root, path = names[0], names[1:]
     phase = FORWARD
     if "transpose(" in stack:
         phase = BACKWARD
-    elif path[:1] == [OPTIMIZER]:
+    elif names[:1] == [OPTIMIZER]:
         phase = OPTIMIZER
-        path = path[1:]
+        path = path[1:] if module is None else path
     explicit = phase != FORWARD or "jvp(" in stack
-    return Scope(tuple(path), phase, explicit, "full_precision" in stack)
+    return Scope(root, tuple(path), module, phase, explicit, "full_precision" in stack)
 
 
 def join(outer: str, inner: str) -> str:
@@ -145,6 +158,17 @@ def hands_over(found: list[Line]) -> bool:
     return any(f.file == _REGIONS and f.function.startswith("hand_over") for f in ours)
 
 
+def _path(stack: str) -> list[str]:
+    """The names on a stack, without those that transformations and JAX itself put there."""
+    path: list[str] = []
+    for segment in _segments(stack):
+        names = _names(_TRANSFORMATION.sub("", segment).replace(")", ""))
+        # A rematerialised module appears twice: transpose(jvp(M))/jvp(M)/block.
+        repeated = bool(path) and "jvp(" in segment and names[: len(path)] == path
+        path = names if repeated else path + names
+    return path
+
+
 def _segments(stack: str) -> list[str]:
     """The parts of a name stack between the slashes that no parenthesis encloses."""
     parts, depth, start = [], 0, 0
@@ -157,13 +181,18 @@ def _segments(stack: str) -> list[str]:
 
 
 def _names(segment: str) -> list[str]:
-    """The modules of a segment, without the method that linen adds to a name unless it is `__call__`."""
+    """The modules of a segment.
+
+    Of dotted names they are the class, as in Equinox's `eqx.nn.Linear`, or what stands before a method, as Flax has it.
+    """
     names: list[str] = []
     lifted = False
     for part in segment.split("/"):
         if not part or _NO_MODULE.fullmatch(part):
             continue
         name, _, method = part.partition(".")
+        if is_class_name(last := method.rpartition(".")[2]):
+            name, method = last, ""
         # What is lifted over a module (`nn.scan` of a function) is code of its caller, then calls the module.
         if not (lifted and names and names[-1] == name):
             names.append(name)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mpjax import places
+from mpjax.marks import Classes
 from mpjax.places import FORWARD, Line
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
@@ -63,13 +64,19 @@ class Op:
       stack: the whole name stack.
       count: how often it runs in one call of the program.
       call: the equation around it (jit, scan), of which the source line is asked if its own is not known.
-      path: module path; empty for the model itself and for plain functions.
+      path: module path, and the scopes within it; empty for the model itself and for plain functions. It starts with
+        the class of the model if the program has several.
+      module: the path as a policy map matches it.
+      model: the class of the model; empty if unknown.
       phase: forward, backward or optimizer.
       live: whether a result or an effect of the program depends on it.
       glue: whether it stands for what enters or leaves an inner jaxpr and computes nothing.
     """
 
-    __slots__ = ("call", "count", "eqn", "glue", "ins", "live", "name", "outs", "path", "phase", "stack")
+    __slots__ = (
+        *("call", "count", "eqn", "glue", "ins", "live", "model", "module", "name", "outs", "path", "phase"),
+        "stack",
+    )
 
     def __init__(
         self, name: str, eqn: Any, ins: list[Value], stack: str, count: int, call: "Op | None", glue: bool
@@ -83,7 +90,7 @@ class Op:
         self.call = call
         self.glue = glue
         self.live = False
-        self.path = ""
+        self.path = self.module = self.model = ""
         self.phase = FORWARD
         for value in ins:
             value.uses.append(self)
@@ -145,6 +152,7 @@ class Program:
       loops: all loops.
       lost: numbers that did not survive a cast in tracing.
       root: the class of the model, which paths leave out; None without or with several models.
+      classes: of the modules that have left their marks, by path, for each class of a model.
       jaxpr: what was read.
     """
 
@@ -156,6 +164,7 @@ class Program:
     loops: list[Loop]
     lost: list[LostConstant]
     root: str | None
+    classes: Classes
     jaxpr: Any
 
     def computing(self) -> Iterator[Op]:

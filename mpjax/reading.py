@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from mpjax import places
+from mpjax import marks, places
 from mpjax.places import BACKWARD, OPTIMIZER, Line
 from mpjax.programs import Loop, LostConstant, Op, Program, Value
 
@@ -32,7 +32,7 @@ def read(fn: Callable[..., Any], args: tuple[Any, ...]) -> Program:
         if line is not None:
             lost.append(LostConstant(kind == "overflow", line))
 
-    with np.errstate(over="call", under="call", call=record):
+    with marks.recorded() as classes, np.errstate(over="call", under="call", call=record):
         jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
     reader = _Reader()
     flat = jax.tree_util.tree_flatten_with_path(args)[0]
@@ -42,7 +42,7 @@ def read(fn: Callable[..., Any], args: tuple[Any, ...]) -> Program:
     _mark_live(reader.ops, outputs)
     root = _attribute(reader.ops)
     abstract = jax.tree.unflatten(jax.tree.structure(args), [v.aval for v in inputs])
-    return Program(reader.ops, inputs, outputs, abstract, out, reader.loops, lost, root, jaxpr)
+    return Program(reader.ops, inputs, outputs, abstract, out, reader.loops, lost, root, classes, jaxpr)
 
 
 def _run_jaxprs(eqn: Any) -> list[Any]:
@@ -240,18 +240,9 @@ def _mark_live(ops: list[Op], outputs: list[Value]) -> None:
 def _attribute(ops: list[Op]) -> str | None:
     """Gives each operation its module path and phase, and returns the class of the one model, if it is one."""
     scopes = [places.scope(op.stack) for op in ops]
-    # In a program that is differentiated, what is neither forward nor backward belongs to no module.
-    differentiated = any(s.explicit for s in scopes)
-    paths = [
-        s.path or (_called_classes(op) if s.explicit or not differentiated else ())
-        for op, s in zip(ops, scopes, strict=True)
-    ]
-    roots = {path[0] for path in paths if path}
-    classes = {root for root in roots if places.is_class_name(root)}
-    root = classes.pop() if len(classes) == 1 else None
+    root = _place(ops, scopes)
     backward = any(scope.phase == BACKWARD for scope in scopes)
-    for op, scope, path in zip(ops, scopes, paths, strict=True):
-        op.path = "/".join(path[1:] if path[:1] == (root,) else path)
+    for op, scope in zip(ops, scopes, strict=True):
         op.phase = scope.phase
         if not scope.explicit and any(_follows(v) for v in op.ins):
             op.phase = OPTIMIZER
@@ -263,6 +254,30 @@ def _attribute(ops: list[Op]) -> str | None:
         elif backward:
             op.phase = OPTIMIZER
     return root
+
+
+def _place(ops: list[Op], scopes: list[places.Scope]) -> str | None:
+    """Gives each operation its module, and returns the class of the one model, if it is one."""
+    marked = any(s.module is not None for s in scopes)
+    # In a program that is differentiated, what is neither forward nor backward belongs to no module.
+    differentiated = any(s.explicit for s in scopes)
+    found: list[tuple[str, tuple[str, ...]]] = []
+    for op, s in zip(ops, scopes, strict=True):
+        classes: tuple[str, ...] = ()
+        if not (s.root or s.path or s.module is not None) and (s.explicit or not differentiated):
+            classes = _called_classes(op)
+        found.append((classes[0], classes[1:]) if classes else (s.root, s.path))
+    roots = {
+        root
+        for (root, _), s in zip(found, scopes, strict=True)
+        if root and (s.module is not None or not marked)
+    }
+    only = roots.pop() if len(roots) == 1 else None
+    for op, s, (root, path) in zip(ops, scopes, found, strict=True):
+        op.path = "/".join(path if root == only else ([root] if root else []) + list(path))
+        op.module = op.path if s.module is None else s.module
+        op.model = root
+    return only
 
 
 def _called_classes(op: Op) -> tuple[str, ...]:
