@@ -62,7 +62,8 @@ class Op:
       ins: operands.
       outs: results.
       stack: the whole name stack.
-      count: how often it runs in one call of the program.
+      count: how often it runs in one call of the program, on all devices.
+      devices: how many devices it runs on at once, in a sharded function.
       call: the equation around it (jit, scan), of which the source line is asked if its own is not known.
       path: module path, and the scopes within it; empty for the model itself and for plain functions. It starts with
         the class of the model if the program has several.
@@ -74,8 +75,21 @@ class Op:
     """
 
     __slots__ = (
-        *("call", "count", "eqn", "glue", "ins", "live", "model", "module", "name", "outs", "path", "phase"),
-        "stack",
+        *(
+            "call",
+            "count",
+            "devices",
+            "eqn",
+            "glue",
+            "ins",
+            "live",
+            "model",
+            "module",
+            "name",
+            "outs",
+            "path",
+        ),
+        *("phase", "stack"),
     )
 
     def __init__(
@@ -87,6 +101,7 @@ class Op:
         self.outs: list[Value] = []
         self.stack = stack
         self.count = count
+        self.devices = 1
         self.call = call
         self.glue = glue
         self.live = False

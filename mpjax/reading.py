@@ -16,6 +16,8 @@ from mpjax.programs import Loop, LostConstant, Op, Program, Value
 # Their inner jaxprs say how two numbers are combined, or are a kernel.
 _OPAQUE = ("pallas_call", "scatter", "reduce", "select_and", "argm", "sort", "all_reduce", "reduce_window")
 _LOOP = "loop"
+# Comparisons as distances between their sides: a < b is b - a > 0, a <= b is b - a + 1 > 0.
+_COMPARED = {"lt": (1, 0), "le": (1, 1), "gt": (-1, 0), "ge": (-1, 1)}
 
 
 def read(fn: Callable[..., Any], args: tuple[Any, ...]) -> Program:
@@ -64,6 +66,7 @@ class _Reader:
     def __init__(self) -> None:
         self.ops: list[Op] = []
         self.loops: list[Loop] = []
+        self._devices = 1
 
     def read(self, jaxpr: Any, args: list[Value], prefix: str, count: int, call: Op | None) -> list[Value]:
         """Reads a jaxpr whose inputs are `args`, and returns its outputs."""
@@ -117,14 +120,17 @@ class _Reader:
     ) -> Op:
         op = Op(name, eqn, ins, stack, count, call, glue)
         op.outs = [Value(v.aval, op) for v in eqn.outvars]
-        self.ops.append(op)
-        return op
+        return self._listed(op)
 
     def _glue(self, around: Op, ins: list[Value], aval: Any, count: int, name: str) -> Value:
         op = Op(name, around.eqn, ins, around.stack, count, around.call, glue=True)
         op.outs = [Value(aval, op)]
+        return self._listed(op).out
+
+    def _listed(self, op: Op) -> Op:
+        op.devices = self._devices
         self.ops.append(op)
-        return op.out
+        return op
 
     def _carries(self, around: Op, start: list[Value], avals: list[Any], count: int) -> list[Value]:
         return [
@@ -166,8 +172,8 @@ class _Reader:
         params = around.eqn.params
         n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
         start = ins[n_cond + n_body :]
-        length = _trip_count(params["cond_jaxpr"], n_cond, start)
-        count = around.count * (length or 1)
+        length = _trip_count(around.eqn, ins)
+        count = around.count * (1 if length is None else length)
         body = getattr(params["body_jaxpr"], "jaxpr", params["body_jaxpr"])
         carry = self._carries(around, start, [v.aval for v in body.invars[n_body:]], count)
         (again,) = self.read(params["cond_jaxpr"], [*ins[:n_cond], *carry], around.stack, count, around)
@@ -191,12 +197,15 @@ class _Reader:
         params = around.eqn.params
         sizes = dict(params["mesh"].shape)
         axes = params.get("newly_manual_axes", params.get("manual_axes")) or sizes
-        count = around.count * math.prod(sizes[a] for a in axes)
+        devices = math.prod(sizes[a] for a in axes)
+        count = around.count * devices
         body = getattr(jaxpr, "jaxpr", jaxpr)
+        self._devices *= devices
         shards = [
             self._glue(around, [x], v.aval, count, "shard") for x, v in zip(ins, body.invars, strict=True)
         ]
         outs = self.read(jaxpr, shards, around.stack, count, around)
+        self._devices //= devices
         return [
             self._glue(around, [o], v.aval, around.count, "unshard")
             for o, v in zip(outs, around.eqn.outvars, strict=True)
@@ -216,16 +225,52 @@ def _ndim(var: Any) -> int:
     return len(getattr(var.aval, "shape", ()))
 
 
-def _trip_count(cond: Any, n_consts: int, start: list[Value]) -> int | None:
-    """How often a loop `i = a; while i < b: i += 1` runs, None for any other condition."""
-    jaxpr = getattr(cond, "jaxpr", cond)
-    if len(jaxpr.eqns) != 1 or jaxpr.eqns[0].primitive.name != "lt":
+def _trip_count(eqn: Any, ins: list[Value]) -> int | None:
+    """How often a loop such as `i = a; while i < b: i += c` over integers runs, None for any other."""
+    cond, body = (getattr(j, "jaxpr", j) for j in (eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]))
+    if len(cond.eqns) != 1 or cond.eqns[0].primitive.name not in _COMPARED:
         return None
-    counter, limit = jaxpr.eqns[0].invars
-    if isinstance(counter, Literal) or not isinstance(limit, Literal):
+    start = ins[eqn.params["cond_nconsts"] + eqn.params["body_nconsts"] :]
+    before, after = body.invars[eqn.params["body_nconsts"] :], body.outvars
+
+    def first_and_step(atom: Any) -> tuple[Any, Any]:
+        """What a side of the comparison starts with, and what each iteration adds to it."""
+        if isinstance(atom, Literal):
+            return _integer(atom.val), 0
+        i = cond.invars.index(atom) - eqn.params["cond_nconsts"]
+        if i < 0:
+            return _integer(ins[i + eqn.params["cond_nconsts"]].const), 0
+        return _integer(start[i].const), 0 if after[i] is before[i] else _step(body, before[i], after[i])
+
+    (left, left_step), (right, right_step) = map(first_and_step, cond.eqns[0].invars)
+    if None in (left, left_step, right, right_step):
         return None
-    first = start[jaxpr.invars.index(counter) - n_consts].const
-    return None if first is None else max(0, int(limit.val) - int(first))
+    # The loop runs as long as the distance is positive.
+    sign, least = _COMPARED[cond.eqns[0].primitive.name]
+    distance, change = sign * (right - left) + least, sign * (right_step - left_step)
+    if distance <= 0:
+        return 0
+    return -(distance // change) if change < 0 else None
+
+
+def _step(body: Any, before: Any, after: Any) -> int | None:
+    """The integer that the body of a loop adds to a carry."""
+    eqn = next((e for e in body.eqns if after in e.outvars), None)
+    if eqn is None or eqn.primitive.name not in ("add", "sub"):
+        return None
+    left, right = eqn.invars
+    if eqn.primitive.name == "add" and right is before:
+        left, right = right, left
+    if left is not before or not isinstance(right, Literal):
+        return None
+    step = _integer(right.val)
+    return -step if step is not None and eqn.primitive.name == "sub" else step
+
+
+def _integer(number: Any) -> int | None:
+    if number is None or isinstance(number, jax.core.Tracer) or np.ndim(number):
+        return None
+    return int(number) if np.issubdtype(np.result_type(number), np.integer) else None
 
 
 def _mark_live(ops: list[Op], outputs: list[Value]) -> None:
