@@ -33,17 +33,16 @@ def _directory(module: Any) -> str:
     return os.path.dirname(module.__file__) + os.sep
 
 
-_INSTALLED = tuple(path + os.sep for path in sysconfig.get_paths().values())
+_PATHS = sysconfig.get_paths()
+_INSTALLED = tuple(path + os.sep for path in _PATHS.values())
+_SITE = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
 _MPJAX = os.path.dirname(__file__) + os.sep
 _JAX = (_directory(jax), _directory(jaxlib), _MPJAX, "<frozen", "<string>")
 _FLAX = _directory(flax)
 _LAYERS = (os.path.join(_FLAX, "nnx", "nn") + os.sep, os.path.join(_FLAX, "nnx", "helpers.py"))
-_LIBRARIES = (
-    *_JAX,
-    *(_directory(m) for m in (flax, optax, chex, jmp)),
-    sysconfig.get_paths()["stdlib"] + os.sep + "functools.py",
-    sysconfig.get_paths()["stdlib"] + os.sep + "contextlib.py",
-)
+# Wherever they are installed.
+_LIBRARIES = (*_JAX, *(_directory(m) for m in (flax, optax, chex, jmp)))
+_STANDARD = (_PATHS["stdlib"] + os.sep, _PATHS["platstdlib"] + os.sep)
 # Beyond this file lies whoever asked for the audit, not the program.
 _AUDIT = os.path.join(_MPJAX, "reading.py")
 _REGIONS = os.path.join(_MPJAX, "regions.py")
@@ -129,8 +128,15 @@ def frames(traceback: Any) -> list[Line]:
 
 
 def user_line(found: list[Line]) -> Line | None:
-    """The innermost frame that is neither JAX's nor Flax's, optax's or ours."""
-    return next((f for f in found if not f.file.startswith(_LIBRARIES)), None)
+    """The innermost frame of code that is not installed."""
+    return next((f for f in found if not _package(f.file)), None)
+
+
+def package_line(found: list[Line]) -> Line | None:
+    """The innermost frame of the installed package that the program itself belongs to, if it does to one."""
+    packages = (_package(f.file) for f in reversed(found))
+    own = next((package for package in packages if package not in (*_LIBRARIES, *_STANDARD)), "")
+    return next((f for f in found if f.file.startswith(own)), None) if own else None
 
 
 def library_line(found: list[Line]) -> Line | None:
@@ -156,6 +162,19 @@ def hands_over(found: list[Line]) -> bool:
     """Whether a module under a policy hands over its result here."""
     ours = itertools.takewhile(lambda f: f.file.startswith(_JAX), found)
     return any(f.file == _REGIONS and f.function.startswith("hand_over") for f in ours)
+
+
+@functools.cache
+def _package(file: str) -> str:
+    """The directory, or the single file, of the installed package that a file belongs to; empty for a user's own."""
+    library = next((path for path in _LIBRARIES if file.startswith(path)), None)
+    if library is not None:
+        return library
+    site = _SITE.match(file)
+    if site is not None:
+        first, separator, _ = file[site.end() :].partition(os.sep)
+        return site[0] + first + separator
+    return next((path for path in _STANDARD if file.startswith(path)), "")
 
 
 def _path(stack: str) -> list[str]:

@@ -112,8 +112,9 @@ class Op:
 
     @property
     def line(self) -> Line:
-        """The user's source line."""
-        return self._line(places.user_line) or self._line(places.library_line) or Line()
+        """The user's source line; if all of the program is installed, that of the package that it belongs to."""
+        choices = (places.user_line, places.package_line, places.library_line)
+        return next((line for choose in choices if (line := self._line(choose)) is not None), Line())
 
     @property
     def full_precision(self) -> bool:

@@ -1,5 +1,7 @@
 """Where the audit says that an operation is: the module that `mpjax.explain` lists, and the user's own line."""
 
+import linecache
+import pathlib
 from typing import Any
 
 import flax.linen as nn
@@ -277,6 +279,86 @@ def test_modules_of_equinox_are_told_by_their_classes():
     found = mpjax.audit(jax.grad(loss), arrays, X)
     assert {p.module for p in found.products} == {"MLP/Linear", "Linear"}
     assert {"MLP", "LayerNorm"} <= set(found.modules)
+
+
+# ------------------------------------------------------------------------------------------ the phases
+
+
+def test_findings_of_the_forward_and_of_the_backward_pass_at_one_line_are_two():
+    def loss(x, w):
+        return jnp.mean(jnp.sin(x) @ jnp.sin(w))
+
+    step = jax.value_and_grad(loss, (0, 1))
+    found = mpjax.audit(step, X, jax.ShapeDtypeStruct((8, 2), jnp.float32), policies=BF16).findings
+    assert {(f.kind, f.phase, f.count) for f in found} == {
+        ("silent-upcast", "forward", 1),
+        ("silent-upcast", "backward", 2),
+    }
+    assert len({f.message for f in found}) == 1
+    assert sorted(f.share for f in found) == pytest.approx([1 / 3, 2 / 3])
+
+
+# ------------------------------------------------------------------------------------------- the lines
+
+
+def lines(fn: Any, *args: Any) -> set[tuple[str, str]]:
+    """File and source of every line at which a product of `fn` is found to be wider than a policy."""
+    found = mpjax.audit(fn, *args, policies=BF16).of("silent-upcast")
+    return {(pathlib.Path(f.file).name, linecache.getline(f.file, f.line).strip()) for f in found}
+
+
+def test_the_line_of_a_product_in_equinox_is_the_users():
+    import equinox as eqx
+
+    model = eqx.nn.Linear(8, 2, key=jax.random.key(0))
+    arrays, static = eqx.partition(model, eqx.is_array)
+
+    def loss(arrays, x):
+        layer = eqx.combine(arrays, static)
+        y = jax.vmap(layer)(x)
+        return jnp.mean(y**2)
+
+    assert lines(jax.grad(loss), arrays, X) == {("test_places.py", "y = jax.vmap(layer)(x)")}
+
+
+def test_the_line_of_a_product_in_haiku_is_the_users():
+    import haiku as hk
+
+    class Model(hk.Module):
+        def __call__(self, x):
+            x = hk.Linear(8)(x)
+            return jnp.mean(x**2)
+
+    model = hk.without_apply_rng(hk.transform(lambda x: Model()(x)))
+    params = jax.eval_shape(model.init, jax.random.key(0), X)
+    assert lines(jax.grad(model.apply), params, X) == {("test_places.py", "x = hk.Linear(8)(x)")}
+
+
+def installed(tmp_path: pathlib.Path, package: str, source: str, **names: Any) -> Any:
+    """The function `f` of a file that lies where packages are installed."""
+    file = tmp_path / "lib" / "site-packages" / package / "model.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(source)
+    namespace = {"jnp": jnp, **names}
+    exec(compile(source, str(file), "exec"), namespace)
+    return namespace["f"]
+
+
+def test_the_line_of_a_product_in_an_installed_package_is_where_the_user_calls_it(tmp_path):
+    dense = installed(tmp_path, "layers", "def f(x, w):\n    return x @ w\n")
+
+    def loss(x, w):
+        return dense(x, w)
+
+    assert lines(loss, X, jax.ShapeDtypeStruct((8, 2), jnp.float32)) == {
+        ("test_places.py", "return dense(x, w)")
+    }
+
+
+def test_the_line_of_a_program_that_is_installed_itself_is_in_its_own_package(tmp_path):
+    dense = installed(tmp_path, "layers", "def f(x, w):\n    return x @ w\n")
+    program = installed(tmp_path, "company", "def f(x, w):\n    return g(x, w)\n", g=dense)
+    assert lines(program, X, jax.ShapeDtypeStruct((8, 2), jnp.float32)) == {("model.py", "return g(x, w)")}
 
 
 # -------------------------------------------------------------------------------------------- the marks
