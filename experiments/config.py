@@ -93,7 +93,7 @@ class Run:
     resume: Literal["auto", "must", "never"] = "auto"
     """Go on from the last checkpoint: auto if there is one, must or fail, never but replace the run."""
     checkpoint_every: int = 200
-    """Steps from one checkpoint to the next; the last three are kept."""
+    """Steps from one checkpoint to the next; the last three are kept, and the best by validation loss."""
     log_every: int = 10
     """Steps from one look at the metrics to the next."""
     audit: bool = False
@@ -101,14 +101,42 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GPTRun(GPTTraining, Run):
+class Divergence:
+    """What happens when precision fails: a loss or, in spite of the loss scale, gradients that are not finite."""
+
+    on_divergence: Literal["raise", "fallback"] = "raise"
+    """raise: end with an error; fallback: go on from the last good checkpoint under --fallback-policy."""
+    fallback_policy: str = "float32"
+    """What --on-divergence fallback goes on under, as --policy takes it."""
+    max_skipped: int = 20
+    """Skipped steps in a row that are one too many."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Devices:
+    """On what a run is trained; another mesh may go on with it."""
+
+    mesh: str = ""
+    """Such as data=4,model=2: data cuts the batch, fsdp batch and parameters, model parameters; else one device."""
+    virtual_devices: int | None = None
+    """Makes that many devices out of this CPU, to try a mesh."""
+    processes: str = "1"
+    """Processes of this run, each started with the same command; auto asks Cloud TPU, SLURM or MPI."""
+    process_id: int | None = None
+    """Number of this process, from 0; only process 0 prints and writes."""
+    coordinator: str | None = None
+    """Address at which process 0 can be reached, such as 10.0.0.1:1234."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTRun(GPTTraining, Run, Divergence, Devices):
     """Train a byte-level transformer (flax.nnx) on the documentation that ships with Python."""
 
     out: Path = Path("runs/gpt")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ResNetRun(ResNetTraining, Run):
+class ResNetRun(ResNetTraining, Run, Divergence, Devices):
     """Train a residual network with batch norm (flax.linen) on handwritten digits."""
 
     out: Path = Path("runs/resnet")
@@ -193,6 +221,7 @@ _COUNTS = {
     "checkpoint_every",
     "log_every",
     "seeds",
+    "max_skipped",
 }
 
 

@@ -8,6 +8,9 @@ import numpy as np
 
 from experiments.errors import UsageError
 
+Rows = slice | np.ndarray
+"""Which rows of a batch: all, or the numbers of those that a process needs."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Text:
@@ -23,10 +26,15 @@ class Text:
     train: np.ndarray
     validation: np.ndarray
 
-    def batch(self, seed: int, step: int, batch_size: int, context: int) -> np.ndarray:
-        """Random windows of the training text, shape [batch_size, context + 1] and dtype int32."""
+    def batch(
+        self, seed: int, step: int, batch_size: int, context: int, rows: Rows = slice(None)
+    ) -> np.ndarray:
+        """Random windows of the training text, shape [batch_size, context + 1] and dtype int32.
+
+        Only those of `rows`, whichever part of the batch that is: all processes draw the same windows.
+        """
         rng = np.random.default_rng([seed, step])
-        starts = rng.integers(0, len(self.train) - context, batch_size)
+        starts = rng.integers(0, len(self.train) - context, batch_size)[rows]
         return self.train[starts[:, None] + np.arange(context + 1)].astype(np.int32)
 
     def validation_windows(self, context: int, at_most: int) -> np.ndarray:
@@ -91,15 +99,20 @@ class Digits:
     test_images: np.ndarray
     test_labels: np.ndarray
 
-    def batch(self, seed: int, step: int, batch_size: int, shift: int) -> tuple[np.ndarray, np.ndarray]:
-        """Random training images, each moved by up to `shift` pixels either way, and their labels."""
+    def batch(
+        self, seed: int, step: int, batch_size: int, shift: int, rows: Rows = slice(None)
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Random training images, each moved by up to `shift` pixels either way, and their labels.
+
+        Only those of `rows`, whichever part of the batch that is: all processes draw the same images.
+        """
         rng = np.random.default_rng([seed, step])
-        chosen = rng.integers(0, len(self.images), batch_size)
+        chosen = rng.integers(0, len(self.images), batch_size)[rows]
+        down, right = (rng.integers(0, 2 * shift + 1, (batch_size, 1))[rows] for _ in range(2))
         padded = np.pad(self.images[chosen], ((0, 0), (shift, shift), (shift, shift), (0, 0)))
         height, width = self.images.shape[1:3]
-        rows = rng.integers(0, 2 * shift + 1, (batch_size, 1)) + np.arange(height)
-        columns = rng.integers(0, 2 * shift + 1, (batch_size, 1)) + np.arange(width)
-        moved = padded[np.arange(batch_size)[:, None, None], rows[:, :, None], columns[:, None, :]]
+        y, x = down + np.arange(height), right + np.arange(width)
+        moved = padded[np.arange(len(chosen))[:, None, None], y[:, :, None], x[:, None, :]]
         return moved, self.labels[chosen]
 
     @property

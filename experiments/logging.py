@@ -141,6 +141,8 @@ def summary_table(summary: dict[str, Any]) -> Table:
         "activations saved for backward": format_bytes(summary["activation_bytes"]),
         "time of the steps": format_seconds(summary["seconds"]),
     }
+    if fallback := summary.get("fallback"):
+        rows["fallback"] = f"{fallback['policy']} from step {fallback['from_step']}: {fallback['reason']}"
     for name, value in rows.items():
         table.add_row(name, Text(value))  # a pattern may hold what rich takes for markup
     return table

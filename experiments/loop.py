@@ -9,9 +9,11 @@ import jax
 import optax
 
 import mpjax
+from experiments.placement import Placement
 from experiments.tasks import Task
 
 Record = dict[str, Any]
+ONE_DEVICE = Placement()
 
 
 class Observer(Protocol):
@@ -67,23 +69,29 @@ def create_state(
     )
 
 
-def make_step(task: Task, accumulate_steps: int) -> jax.stages.Wrapped:
+def make_step(task: Task, accumulate_steps: int, shardings: Any = None) -> jax.stages.Wrapped:
     """Returns `(state, batch, key) -> (state, metrics)`, jitted, which donates its state.
 
     Args:
       task: model and data.
       accumulate_steps: microbatches per step.
+      shardings: where the state lies and stays, if it is on a mesh.
     """
     step = mpjax.make_train_step(task.loss, accumulate_steps=accumulate_steps, has_model_state=True)
 
     def train_step(state: mpjax.TrainState, batch: Any, key: jax.Array) -> Any:
         return step(state, batch, jax.random.fold_in(key, state.step))
 
-    return jax.jit(train_step, donate_argnums=0)
+    out: dict[str, Any] = {} if shardings is None else {"out_shardings": (shardings, None)}
+    return jax.jit(train_step, donate_argnums=0, **out)
 
 
 def compile_step(
-    task: Task, state: mpjax.TrainState, key: jax.Array, accumulate_steps: int
+    task: Task,
+    state: mpjax.TrainState,
+    key: jax.Array,
+    accumulate_steps: int,
+    placement: Placement = ONE_DEVICE,
 ) -> Callable[..., Any]:
     """Compiles the step of `make_step`.
 
@@ -92,8 +100,10 @@ def compile_step(
       state: decides on shapes and dtypes.
       key: every step folds its own number into it.
       accumulate_steps: microbatches per step.
+      placement: where state and key lie, and the batches are going to.
     """
-    return make_step(task, accumulate_steps).lower(state, task.batch(0, 0), key).compile()
+    step = make_step(task, accumulate_steps, placement.shardings(state))
+    return step.lower(state, placement.batch(task, 0, 0), key).compile()
 
 
 def train(
@@ -106,8 +116,10 @@ def train(
     steps: int,
     intervals: Intervals,
     observer: Observer,
-    save: Callable[[mpjax.TrainState], None] | None = None,
-    stop: Callable[[], bool] = lambda: False,
+    placement: Placement = ONE_DEVICE,
+    save: Callable[[mpjax.TrainState, dict[str, float]], None] | None = None,
+    check: Callable[[mpjax.TrainState, list[Record]], None] = lambda state, records: None,
+    stop: Callable[[int], bool] = lambda step: False,
 ) -> Outcome:
     """Trains from the state's step up to `steps`.
 
@@ -120,39 +132,46 @@ def train(
       steps: number of the last step.
       intervals: how often to log, validate and save.
       observer: is told what happens.
-      save: stores a state; called at checkpoints, at the end and when stopped.
-      stop: asked after every step whether to end early.
+      placement: where state and key lie, and the batches are going to.
+      save: stores a state, with the validation of its step; called at checkpoints, at the end and when stopped.
+      check: raises if what was logged gives no reason to go on.
+      stop: asked after every step, by its number, whether to end early.
     """
     done = first = int(state.step)
     skipped = int(state.skipped)
     seconds, pending, validation, stopped = 0.0, [], {}, False
     started = time.perf_counter()
     while done < steps and not stopped:
-        state, metrics = step(state, task.batch(seed, done), key)
+        state, metrics = step(state, placement.batch(task, seed, done), key)
         pending.append(metrics)
         done += 1
-        stopped = stop()
         last = done == steps
         evaluate = last or done % intervals.evaluate == 0
         checkpoint = intervals.checkpoint is not None and done % intervals.checkpoint == 0
-        if not (last or stopped or evaluate or checkpoint or done % intervals.log == 0):
+        due = last or evaluate or checkpoint or done % intervals.log == 0
+        if due:
+            # The only place where the host waits for the device; before `stop`, in which processes may
+            # agree, as a reduction that overtook those of the steps would wait for ever.
+            jax.block_until_ready(pending)
+        stopped = stop(done)
+        if not (due or stopped):
             continue
-        # The only place where the host waits for the device.
         records = _to_records(jax.device_get(pending), done - len(pending), skipped)
         seconds += time.perf_counter() - started
         skipped, pending = records[-1]["skipped"], []
         rate = (done - first) * task.units_per_step / seconds
         if evaluate:
-            validation = task.evaluate(state.params, state.model_state)
+            validation = task.evaluate(state.params, state.model_state, placement.examples)
             records[-1] |= validation
         observer.logged(records, rate, (steps - done) * seconds / (done - first))
+        check(state, records)
         if evaluate:
             observer.state_at(state, task.batch(seed, done))
         if save is not None and (last or stopped or checkpoint):
-            save(state)
+            save(state, validation if evaluate else {})
         started = time.perf_counter()
     if done == steps and not validation:  # it was killed between its last checkpoint and its summary
-        validation = task.evaluate(state.params, state.model_state)
+        validation = task.evaluate(state.params, state.model_state, placement.examples)
     rate = (done - first) * task.units_per_step / seconds if seconds else 0.0
     return Outcome(state, done == steps, rate, seconds, validation if done == steps else {})
 

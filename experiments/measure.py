@@ -22,10 +22,7 @@ def tree_size(tree: Any) -> int:
 
 
 def activation_bytes(task: Task, state: mpjax.TrainState, batch: Any, rng: jax.Array) -> int:
-    """Bytes that the forward pass saves for the backward pass.
-
-    They are counted on the traced program: everything that `jax.vjp` keeps, but for what was there
-    before (parameters, model state and the batch). What XLA saves again by recomputing is not in it.
+    """Bytes that the forward pass of a task saves for the backward pass.
 
     Args:
       task: model and data.
@@ -37,12 +34,27 @@ def activation_bytes(task: Task, state: mpjax.TrainState, batch: Any, rng: jax.A
     def loss(params: Any, *args: Any) -> Any:
         return task.loss(params, *args)[0]
 
-    def saved(params: Any, model_state: Any, batch: Any, rng: Any) -> list[Any]:
-        under_policy = mpjax.autocast(loss, task.policies)
-        _, backward = jax.vjp(lambda p: under_policy(p, model_state, batch, rng), params)
+    under_policy = mpjax.autocast(loss, task.policies)
+    return saved_bytes(under_policy, state.params, state.model_state, batch, rng)
+
+
+def saved_bytes(loss: Callable[..., jax.Array], params: Any, *args: Any) -> int:
+    """Bytes that the forward pass saves for the backward pass.
+
+    They are counted on the traced program: everything that `jax.vjp` keeps, but for what was there
+    before (parameters, model state and the batch). What XLA saves again by recomputing is not in it.
+
+    Args:
+      loss: `(params, *args) -> loss`.
+      params: what to differentiate with respect to.
+      *args: further arguments.
+    """
+
+    def saved(params: Any, *args: Any) -> list[Any]:
+        _, backward = jax.vjp(lambda p: loss(p, *args), params)
         return jax.tree.leaves(backward)
 
-    jaxpr = jax.make_jaxpr(saved)(state.params, state.model_state, batch, rng).jaxpr
+    jaxpr = jax.make_jaxpr(saved)(params, *args).jaxpr
     given = {id(v) for v in (*jaxpr.invars, *jaxpr.constvars)}
     kept = {
         id(v): v.aval

@@ -14,11 +14,12 @@ POLICY_HELP = (
 )
 
 
-def resolve_policy(text: str) -> mpjax.PolicyMap:
+def resolve_policy(text: str, option: str = "--policy") -> mpjax.PolicyMap:
     """The policies that `--policy` asks for.
 
     Args:
       text: a policy string, `auto`, or the path of a JSON file.
+      option: where it was given.
 
     Raises:
       UsageError: if it is none of these.
@@ -33,7 +34,7 @@ def resolve_policy(text: str) -> mpjax.PolicyMap:
     except UsageError:
         raise
     except (ValueError, TypeError) as e:
-        raise UsageError(f"--policy '{text}': {e} {POLICY_HELP}") from None
+        raise UsageError(f"{option} '{text}': {e} {POLICY_HELP}") from None
 
 
 def policy_to_json(policies: mpjax.PolicyMap) -> str | dict[str, str]:
@@ -65,7 +66,10 @@ def resolve_loss_scale(text: str, policies: mpjax.PolicyMap) -> mpjax.LossScale:
         raise UsageError(
             f"--loss-scale must be auto, none, dynamic or a positive number such as 1024, got '{text}'"
         )
-    return mpjax.StaticLossScale(factor)
+    try:
+        return mpjax.StaticLossScale(factor)
+    except ValueError as e:  # beyond float32
+        raise UsageError(f"--loss-scale {text}: {e}") from None
 
 
 def loss_scale_to_json(loss_scale: mpjax.LossScale) -> str | float:

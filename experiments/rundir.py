@@ -10,7 +10,10 @@ from typing import Any
 from experiments.errors import UsageError
 
 # These say where a run goes and how it is watched, not what comes out of it.
-_NOT_COMPARED = {"out", "resume", "checkpoint_every", "log_every"}
+_NOT_COMPARED = {
+    *("out", "resume", "checkpoint_every", "log_every"),
+    *("mesh", "virtual_devices", "processes", "process_id", "coordinator"),
+}
 _OURS = ("config.json", "metrics.jsonl", "summary.json", "sample.txt", "checkpoints", "plots")
 
 
@@ -46,9 +49,14 @@ class RunDirectory:
             )
         if self.config.exists():
             self._check_same(config)
-        else:
+            return
+        try:
             self.plots.mkdir(parents=True, exist_ok=True)
             write_json(self.config, config)
+        except OSError as e:
+            raise UsageError(
+                f"--out '{self.path}' cannot be written to ({e.strerror}); give another directory"
+            ) from None
 
     def _check_same(self, config: dict[str, Any]) -> None:
         try:

@@ -1,6 +1,7 @@
 """A task pairs a model with its data. The loop, and `compare`, know nothing else of either."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -17,6 +18,7 @@ from experiments.sampling import continue_text, count_letters, to_text
 VALIDATION_WINDOWS = 256
 EXAMPLES_PER_EVALUATION = 64
 SAMPLE_LENGTH = 600
+Place = Callable[[np.ndarray], Any]
 
 
 class Task(Protocol):
@@ -25,12 +27,14 @@ class Task(Protocol):
     Attributes:
       unit: what the rate counts, such as tokens.
       units_per_step: how many a step takes.
+      batch_size: rows of a batch.
       policies: what the model runs under.
       fingerprint: tells one data set from another.
     """
 
     unit: str
     units_per_step: int
+    batch_size: int
     policies: mpjax.PolicyMap
     fingerprint: str
 
@@ -40,11 +44,11 @@ class Task(Protocol):
     def loss(self, params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[Any, Any]:
         """`(loss, (model_state, metrics))`, as `mpjax.make_train_step` wants it."""
 
-    def batch(self, seed: int, step: int) -> Any:
-        """The batch of a step."""
+    def batch(self, seed: int, step: int, rows: data.Rows = slice(None)) -> Any:
+        """The batch of a step, or some of its rows."""
 
-    def evaluate(self, params: Any, model_state: Any) -> dict[str, float]:
-        """`val_loss` and `val_accuracy`."""
+    def evaluate(self, params: Any, model_state: Any, place: Place = np.asarray) -> dict[str, float]:
+        """`val_loss` and `val_accuracy`; `place` puts examples where the devices want them."""
 
     def sample(self, params: Any, seed: int) -> tuple[str, str] | None:
         """A beginning and how the model goes on with it, if it writes."""
@@ -73,6 +77,7 @@ class GPTTask:
         size = options.model
         self.text = data.load_text(options.data.path, options.data.validation, size.context)
         self.fingerprint = self.text.fingerprint
+        self.batch_size = options.batch_size
         self.units_per_step = options.batch_size * size.context
         self.graphdef, _, self.rest = self._make(0)
         self._evaluate = jax.jit(mpjax.autocast(self._validation_metrics, policies))
@@ -86,13 +91,13 @@ class GPTTask:
         loss, accuracy = cross_entropy(self._model(params)(tokens[:, :-1], key), tokens[:, 1:])
         return loss, (model_state, {"accuracy": accuracy})
 
-    def batch(self, seed: int, step: int) -> np.ndarray:
+    def batch(self, seed: int, step: int, rows: data.Rows = slice(None)) -> np.ndarray:
         options = self.options
-        return self.text.batch(seed, step, options.batch_size, options.model.context)
+        return self.text.batch(seed, step, options.batch_size, options.model.context, rows)
 
-    def evaluate(self, params: Any, model_state: None = None) -> dict[str, float]:
+    def evaluate(self, params: Any, model_state: None = None, place: Place = np.asarray) -> dict[str, float]:
         windows = self.text.validation_windows(self.options.model.context, VALIDATION_WINDOWS)
-        return _average(functools.partial(self._evaluate, params), windows)
+        return _average(functools.partial(self._evaluate, params), place, windows)
 
     def sample(self, params: Any, seed: int) -> tuple[str, str]:
         windows = self.text.validation_windows(self.options.model.context, VALIDATION_WINDOWS)
@@ -128,7 +133,7 @@ class ResNetTask:
         self.options, self.policies = options, policies
         self.digits = data.load_digits()
         self.fingerprint = self.digits.fingerprint
-        self.units_per_step = options.batch_size
+        self.batch_size = self.units_per_step = options.batch_size
         self.model = ResNet(options.model, classes=10)
         self._init = jax.jit(mpjax.autocast(self.model.init, policies))
         self._evaluate = jax.jit(mpjax.autocast(self._validation_metrics, policies))
@@ -145,12 +150,12 @@ class ResNetTask:
         loss, accuracy = cross_entropy(logits, labels)
         return loss, (updated["batch_stats"], {"accuracy": accuracy})
 
-    def batch(self, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.digits.batch(seed, step, self.options.batch_size, self.options.data.shift)
+    def batch(self, seed: int, step: int, rows: data.Rows = slice(None)) -> tuple[np.ndarray, np.ndarray]:
+        return self.digits.batch(seed, step, self.options.batch_size, self.options.data.shift, rows)
 
-    def evaluate(self, params: Any, model_state: Any) -> dict[str, float]:
+    def evaluate(self, params: Any, model_state: Any, place: Place = np.asarray) -> dict[str, float]:
         evaluate = functools.partial(self._evaluate, params, model_state)
-        return _average(evaluate, self.digits.test_images, self.digits.test_labels)
+        return _average(evaluate, place, self.digits.test_images, self.digits.test_labels)
 
     def sample(self, params: Any, seed: int) -> None:
         del params, seed
@@ -191,11 +196,11 @@ def make_optimizer(options: config.Training) -> optax.GradientTransformation:
     )
 
 
-def _average(evaluate: Any, *arrays: np.ndarray) -> dict[str, float]:
+def _average(evaluate: Any, place: Place, *arrays: np.ndarray) -> dict[str, float]:
     """Loss and accuracy over all examples, in batches of equal size but for the last."""
     total, count = np.zeros(2), len(arrays[0])
     for start in range(0, count, EXAMPLES_PER_EVALUATION):
-        batch = [array[start : start + EXAMPLES_PER_EVALUATION] for array in arrays]
+        batch = [place(array[start : start + EXAMPLES_PER_EVALUATION]) for array in arrays]
         total += np.array(jax.device_get(evaluate(*batch)), np.float64) * len(batch[0])
     loss, accuracy = total / count
     return {"val_loss": float(loss), "val_accuracy": float(accuracy)}

@@ -14,13 +14,15 @@ files that it passes through:
 3. While `loss_fn` is traced, `autocast` gives each operation the precision that the `regions` of the policy
    ask for; `linen` and `nnx` open a region for each module and cast what it hands over (`casting`).
 4. The backward pass is traced under the same rules; the gradients become float32, are unscaled, averaged
-   over microbatches and replicas, and checked once.
-5. `train_state` applies them, or skips the step as if it had not been.
+   over microbatches and replicas (`parallel`), and checked once, for all devices.
+5. `train_state` applies them, or skips the step as if it had not been. `placement` says which device holds what of it.
 """
 
 from mpjax import nnx as nnx
 
 from mpjax import linen as linen  # isort: skip  (opens the interceptor)
+from mpjax import checkpoint as checkpoint
+from mpjax import divergence as divergence
 from mpjax import testing as testing
 from mpjax.audit import audit as audit
 from mpjax.autocast import autocast as autocast
@@ -39,6 +41,8 @@ from mpjax.loss_scale import LossScale as LossScale
 from mpjax.loss_scale import NoOpLossScale as NoOpLossScale
 from mpjax.loss_scale import StaticLossScale as StaticLossScale
 from mpjax.loss_scale import loss_scale_for as loss_scale_for
+from mpjax.parallel import all_gather as all_gather
+from mpjax.placement import state_shardings as state_shardings
 from mpjax.policy import Policy as Policy
 from mpjax.policy import default_policy as default_policy
 from mpjax.policy import get_policy as get_policy

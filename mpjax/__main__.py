@@ -67,6 +67,11 @@ def _explain(options: argparse.Namespace) -> int:
     model, inputs = parts[0], parts[1:]
     if len(inputs) == 1 and isinstance(inputs[0], tuple):
         inputs = inputs[0]
+    if not inputs and isinstance(model, linen.Module):
+        raise UsageError(
+            f"{options.target} returned a linen model alone, whose modules show only when it is called: return "
+            "(model, example inputs…), of which shapes are enough (jax.ShapeDtypeStruct)"
+        )
     print(_checked(lambda: explain(model, policies, *inputs), options.target))
     return 0
 
@@ -103,6 +108,11 @@ def _call(target: str) -> Any:
         module = importlib.import_module(name)
     except ImportError as e:
         raise UsageError(f"'{name}' of '{target}' does not import: {e}") from None
+    except SystemExit as e:  # else its status would be taken for that of the audit
+        raise UsageError(
+            f"'{name}' of '{target}' ends the program when it is imported (status {e.code}); put what it runs as a "
+            "script under if __name__ == '__main__'"
+        ) from None
     made: Any = module
     for part in function.split("."):
         made = getattr(made, part, None)
@@ -111,7 +121,12 @@ def _call(target: str) -> Any:
         raise UsageError(
             f"'{name}' has no function '{function}'; it has {', '.join(sorted(public)[:10]) or 'none'}"
         )
-    return made()
+    try:
+        return made()
+    except SystemExit as e:
+        raise UsageError(
+            f"'{target}' ended the program (status {e.code}) instead of returning what to read"
+        ) from None
 
 
 def _policies(text: str) -> PolicyMap:

@@ -8,15 +8,23 @@ from typing import Any
 
 import jax
 import jmp
-import numpy as np
 from flax import nnx
 
-from mpjax import check_casts, check_numbers, check_products, check_state, costs, report, residuals
+from mpjax import (
+    check_casts,
+    check_numbers,
+    check_products,
+    check_state,
+    check_sums,
+    costs,
+    report,
+    residuals,
+)
 from mpjax.findings import ERROR, NOTE, SEVERITIES, Finding, Findings, Silenced, silence
 from mpjax.lowering import Lowering, check_platform, lower
 from mpjax.policy_map import PolicyMap, as_policy_map
 from mpjax.programs import Op, Program
-from mpjax.reading import read
+from mpjax.reading import read, traced_anew
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +164,14 @@ class Audit:
 
         Args:
           other: the audit to compare with, as of the same function under another policy.
+
+        Raises:
+          TypeError: if it is none.
         """
+        if not isinstance(other, Audit):
+            raise TypeError(
+                f"An audit differs from another audit, got {other!r} of type {type(other).__name__}."
+            )
         return report.diff(self, other)
 
     def __str__(self) -> str:
@@ -192,7 +207,7 @@ def audit(
 
     Raises:
       TypeError: if an argument holds something that is no array.
-      ValueError: if the platform, a kind or a pattern is unknown.
+      ValueError: if the platform or a kind is unknown, or a pattern of `policies` governs no module of `fn`.
 
     >>> found = audit(lambda x, w: x @ w, jnp.ones((8, 16), jnp.bfloat16), jnp.ones((16, 4)))
     >>> found.flops, [finding.kind for finding in found.findings]
@@ -205,18 +220,22 @@ def audit(
     if platform is not None:
         check_platform(platform)
     silence((), ignore)
+    policies = None if policies is None else as_policy_map(policies)
     _check_arguments(args)
     name = _name_of(fn)
     fn, args = _without_nnx(fn, args)
-    program = _read(fn, args, name)
-    found = Findings(program, None if policies is None else as_policy_map(policies))
+    with traced_anew():
+        program = _read(fn, args, name)
+        lowering = None if platform is None else lower(fn, args, program, platform)
+    if policies is not None:
+        check_products.check_governs(program, policies)
+    found = Findings(program, policies)
     check_products.check(found)
+    check_sums.check(found)
     check_numbers.check(found)
     check_casts.check(found)
     check_state.check(found)
-    lowering = None
-    if platform is not None:
-        lowering = lower(fn, args, program, platform)
+    if lowering is not None:
         _compare(found, lowering)
     return Audit(
         name,
@@ -275,6 +294,8 @@ def _compare(found: Findings, lowering: Lowering) -> None:
     # JAX lowers some operations, such as decompositions and unrolled loops, to more products than were traced;
     # and of code that depends on the platform it lowers what this one needs.
     chosen = any(op.name == "platform_index" for op in found.program.ops)
+    # On CPUs mpjax itself widens 16-bit products where the machine has none, see cpu.py.
+    chosen |= lowering.platform == "cpu"
     for operands, (before, after) in lowering.differences.items():
         found.add(
             "lowering",
@@ -298,11 +319,11 @@ def _sum(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
 def _check_arguments(args: tuple[Any, ...]) -> None:
     for number, arg in enumerate(args):
         for path, leaf in jax.tree_util.tree_flatten_with_path(arg)[0]:
-            array = isinstance(
-                leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, int, float, complex)
-            )
+            if isinstance(leaf, (int, float, complex)):
+                continue
             # An array of another library says its shape and dtype, as JAX itself asks for.
-            if array or (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            numbers = getattr(getattr(leaf, "dtype", None), "kind", "V") not in "OSUMm"
+            if hasattr(leaf, "shape") and hasattr(leaf, "dtype") and numbers:
                 continue
             where = jax.tree_util.keystr(path, simple=True, separator="/")
             raise TypeError(

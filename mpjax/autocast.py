@@ -13,9 +13,10 @@ behaves exactly as before. Inside, one of these rules applies:
 
 Everything else runs as it comes, by JAX's own promotion. The rules do not depend on the backend.
 
-What a product was decided to run in travels with it, as a mark on its `precision` that compiles to nothing.
-JAX evaluates a traced program again to differentiate, batch or rematerialise it, by then often in
-another region, and transposes it in none; the mark makes all of these keep to the decision.
+What a product was decided to run in travels with it, as a mark on its `precision` that accelerators' programs know
+nothing of. JAX evaluates a traced program again to differentiate, batch or rematerialise it, by then often in
+another region, and transposes it in none; the mark makes all of these keep to the decision. CPUs lower
+marked products in a way of their own, see cpu.py.
 """
 
 import contextlib
@@ -27,11 +28,13 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.extend.core.primitives as jex
 import jmp
+from jax._src.interpreters import mlir as _mlir  # for JAX's own lowerings,
 from jax._src.lax import lax as _lax  # for ragged_dot_general_p, which jax.extend lacks,
 from jax._src.state import primitives as _state  # and for the writes to a jax.Ref
 from jax.extend.linear_util import transformation2
+from jax.interpreters import ad
 
-from mpjax import regions, rules
+from mpjax import cpu, regions, rules
 from mpjax.policy_map import PolicyMap, as_policy_map
 
 P = ParamSpec("P")
@@ -208,6 +211,18 @@ def _install() -> None:
                 continue
             primitive.bind = functools.partial(rule, primitive.bind)
             primitive.bind.rule = rule.__name__
+    for primitive in (jex.dot_general_p, jex.conv_general_dilated_p):
+        lhs_rule, rhs_rule = ad.primitive_transposes[primitive].args  # type: ignore[attr-defined]
+        if getattr(lhs_rule, "func", None) is not None:
+            continue
+        ad.defbilinear(
+            primitive,
+            functools.partial(rules.transpose_rule, lhs_rule, 0),
+            functools.partial(rules.transpose_rule, rhs_rule, 1),
+        )
+        lowerings = _mlir._platform_specific_lowerings["cpu"]
+        previous = lowerings[primitive] if primitive in lowerings else _mlir._lowerings[primitive]
+        _mlir.register_lowering(primitive, cpu.lowering_rule(previous.rule), platform="cpu")
 
 
 _install()

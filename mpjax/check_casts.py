@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -13,15 +14,15 @@ from mpjax.rules import Decided
 
 # Uses of a parameter whose cotangents are few enough to add in 16 bits.
 _FEW = 4
-_FROM_KEYS = ("random_unwrap", "random_bits", "random_seed", "threefry2x32")
+_FROM_KEYS = ("random_unwrap",)
+_TO_KEYS = ("random_wrap", "threefry2x32")
 
 
 def check(found: Findings) -> None:
     """Looks at every cast."""
-    backward_casts = _casts_of_gradients(found.program)
+    _early(found)
     for op in found.program.computing():
         if costs.is_cast(op):
-            _early(found, op, backward_casts)
             _roundtrip(found, op)
         elif op.name == graphs.CAST:
             _integer(found, op)
@@ -34,35 +35,54 @@ def check(found: Findings) -> None:
 # ------------------------------------------------------------------------------------------ early casts
 
 
-_Places = dict[tuple[tuple[int, ...], str, str], int]
+_Place = tuple[tuple[int, ...], str, str]
 
 
-def _casts_of_gradients(program: Program) -> _Places:
-    """How often the backward pass's casts from 16 bits, the transposes of casts to them, run.
+def _casts_of_gradients(program: Program) -> dict[_Place, list[int]]:
+    """How often each of the backward pass's casts from 16 bits, the transposes of casts to them, runs.
 
     They are told by shape, module and line.
     """
-    found: _Places = {}
+    found: dict[_Place, list[int]] = {}
     for op in program.computing():
         if op.phase == BACKWARD and costs.is_cast(op) and costs.is_half(op.ins[0]):
-            place = (op.out.shape, op.path, str(op.line))
-            found[place] = min(op.count, found.get(place, op.count))
+            found.setdefault(_place(op), []).append(op.count)
     return found
 
 
-def _early(found: Findings, op: Op, backward_casts: _Places) -> None:
-    if op.phase != FORWARD or not costs.is_half(op.out):
-        return
-    parameter = graphs.source(op.ins[0])
-    if parameter.name is None:
-        return
-    runs = backward_casts.get((op.out.shape, op.path, str(op.line)))
-    # JAX moves a cast out of the loop that it is written in, but the gradient is still cast in each step of it.
-    differentiated = runs is not None and runs <= op.count
-    # A loss alone does not say what it will be differentiated with respect to; usually its first argument.
-    likely = not backward_casts and parameter.name.startswith("argument 0")
-    if not differentiated and not likely:
-        return
+def _place(op: Op) -> _Place:
+    return op.out.shape, op.path, str(op.line)
+
+
+def _casts_of_arguments(program: Program) -> dict[_Place, list[Op]]:
+    """The casts of arguments to 16 bits in the forward pass, by place, in the order of the arguments."""
+    order = {id(value): i for i, value in enumerate(program.inputs)}
+    found: dict[_Place, list[Op]] = {}
+    for op in program.computing():
+        narrows = op.phase == FORWARD and costs.is_cast(op) and costs.is_half(op.out)
+        if narrows and id(graphs.source(op.ins[0])) in order:
+            found.setdefault(_place(op), []).append(op)
+    for ops in found.values():
+        ops.sort(key=lambda op: order[id(graphs.source(op.ins[0]))])
+    return found
+
+
+def _early(found: Findings) -> None:
+    of_gradients = _casts_of_gradients(found.program)
+    for place, casts in _casts_of_arguments(found.program).items():
+        runs = of_gradients.get(place, [])
+        # Where a batch is cast at the same place, parameters are the first of the arguments.
+        for op in casts[: len(runs)] if of_gradients else casts:
+            # JAX moves a cast out of the loop that it is written in, but the gradient is still cast in each step.
+            differentiated = bool(runs) and min(runs) <= op.count
+            # A loss alone does not say what it will be differentiated with respect to; usually its first argument.
+            parameter = graphs.source(op.ins[0])
+            likely = not of_gradients and (parameter.name or "").startswith("argument 0")
+            if differentiated or likely:
+                _report_early(found, op, parameter, differentiated)
+
+
+def _report_early(found: Findings, op: Op, parameter: Value, differentiated: bool) -> None:
     cotangents = _cotangents(op)
     if cotangents < 2:
         return
@@ -124,6 +144,9 @@ def _roundtrip(found: Findings, op: Op) -> None:
     # A policy narrows what a layer has just widened, for a product or to hand it over; the compiler drops both casts.
     if not lossy and all(b.handed_over or _is_decided(b) for b in back):
         return
+    # What was rounded away is what a split into two narrow parts, or a compensated sum, is after.
+    if lossy and all(_is_residual(b.out, before) for b in back):
+        return
     # Nothing is lost where the value was narrow before, or is only ever taken narrow again: that is two casts
     # too many, not a value rounded for nothing.
     if lossy and (_comes_from(before, there.dtype) or all(_is_taken_as(b.out, there.dtype) for b in back)):
@@ -135,6 +158,14 @@ def _roundtrip(found: Findings, op: Op) -> None:
         f"{before.dtype.name} is cast to {there.dtype.name} and back at {back[0].line}, with no use between"
         + ("; what was rounded away is lost." if lossy else "."),
         f"{before} → {there} → {back[0].out}",
+    )
+
+
+def _is_residual(rounded: Value, value: Value) -> bool:
+    """Whether all that happens to a rounded value is that it is compared with what it was rounded from."""
+    return all(
+        use.name == "sub" and any(graphs.source(v) is graphs.source(value) for v in use.ins)
+        for use, _ in graphs.uses(rounded)
     )
 
 
@@ -169,7 +200,7 @@ def _integer(found: Findings, op: Op) -> None:
     if not costs.is_half(after) or (largest is not None and largest <= limit):
         return
     if origin.name is not None:
-        severity, what = ERROR, f"{origin.name} holds integers and"
+        severity, what = _severity_of_argument(origin, op, limit), f"{origin.name} holds integers and"
     elif largest is not None:
         severity, what = WARNING, f"Integers up to {largest:,}, {graphs.describe(origin)},"
     elif math.prod(before.shape) > 1:
@@ -185,12 +216,49 @@ def _integer(found: Findings, op: Op) -> None:
     )
 
 
+def _severity_of_argument(origin: Value, cast: Op, limit: int) -> str:
+    """How grave it is to cast an argument of integers, whose size nothing but its use tells."""
+    if (_largest_given(origin) or 0) > limit:
+        return ERROR
+    takers = list(graphs.uses(cast.out))
+    if any(use.name == graphs.CAST and jnp.issubdtype(use.out.dtype, jnp.integer) for use, _ in takers):
+        return ERROR  # an index that comes back rounded
+    return NOTE if all(_takes_mask(use, v) for use, v in takers) else WARNING
+
+
+def _largest_given(origin: Value) -> int | None:
+    """The largest integer in an argument, if its numbers were given and lie within this process's reach."""
+    given = origin.given
+    known = isinstance(given, np.ndarray) or (
+        isinstance(given, jax.Array) and not isinstance(given, jax.core.Tracer) and given.is_fully_addressable
+    )
+    return int(np.max(np.abs(np.asarray(given).astype(np.int64)), initial=0)) if known else None
+
+
+def _takes_mask(use: Op, value: Value) -> bool:
+    """Whether an operation is one that masks of zeros and ones are put to: `1 - m`, `m * -1e4`, `where(m > 0, …)`."""
+    if use.name in ("eq", "ne", "gt", "lt", "ge", "le"):
+        return True
+    if use.name not in ("sub", "mul"):
+        return False
+    others = [v for v in use.ins if v is not value]
+    return bool(others) and graphs.constant(others[0]) is not None
+
+
 def _is_key(origin: Value, cast: Value) -> bool:
+    """Whether a cast takes the bits of a key: of a typed one, of what goes on as one, or of a lone pair of words."""
     if origin.dtype != np.uint32 or origin.shape[-1:] != (2,):
         return False
     if origin.op is not None:
         return origin.op.name in _FROM_KEYS
-    return costs.is_half(cast) or any(use.name == graphs.CAST for use, _ in graphs.uses(cast))
+    if any(use.name in _TO_KEYS for use, _ in graphs.uses(origin)) or _becomes_key(cast):
+        return True
+    return origin.shape == (2,) and costs.is_half(cast)
+
+
+def _becomes_key(value: Value) -> bool:
+    takers = [use for use, _ in graphs.uses(value)]
+    return any(use.name in _TO_KEYS or (use.name == graphs.CAST and _becomes_key(use.out)) for use in takers)
 
 
 def _largest(value: Value) -> int | None:

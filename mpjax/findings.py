@@ -235,8 +235,14 @@ def silence(found: Iterable[Finding], silenced: Silenced | None) -> tuple[Findin
       silenced: from a regular expression for whole module paths (".*" for all) to a kind or several, "*" for all.
 
     Raises:
+      TypeError: if it is no such mapping.
       ValueError: if a pattern does not compile or a kind does not exist.
     """
+    if silenced is not None and not isinstance(silenced, Mapping):
+        raise TypeError(
+            f"Findings to ignore are a dict from a pattern of module paths to kinds, as in {{'.*': 'half-range'}}, "
+            f"got {silenced!r}."
+        )
     rules = []
     for pattern, kinds in (silenced or {}).items():
         try:

@@ -13,16 +13,17 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 import optax
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax import lax
+from jax.sharding import AxisType
 
-from mpjax import casting, dtypes
+from mpjax import casting, dtypes, parallel, rules
 from mpjax.autocast import under
 from mpjax.loss_scale import as_loss_scale
-from mpjax.policy_map import PolicyMap
+from mpjax.policy_map import PolicyMap, as_policy_map, leaf_dtypes
 
 T = TypeVar("T")
-AxisName = Any
+AxisName = parallel.AxisName
+REDUCE_DTYPES = ("float32", "compute")
 
 
 def value_and_grad(
@@ -31,6 +32,7 @@ def value_and_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     axis_name: AxisName | None = None,
+    reduce_dtype: str = "float32",
 ) -> Callable[..., tuple[Any, Any, jax.Array]]:
     """Like `jax.value_and_grad`, under policies and a loss scale.
 
@@ -40,17 +42,20 @@ def value_and_grad(
         precision alone.
       argnums: which arguments to differentiate with respect to. Their leaves must be floating.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
-      axis_name: a mapped axis (or several) over whose replicas loss and gradients are averaged, in float32.
+      axis_name: a mapped axis (or several), as of `jax.pmap` or `jax.shard_map`, over whose replicas loss and
+        gradients are averaged. Leave it out under `jax.jit` with sharded arrays.
+      reduce_dtype: `"float32"`, or `"compute"` to add gradients up between devices in the compute dtype of their
+        policy: half the bytes, fewer digits.
 
     Returns:
       A function of `(loss_scale, *args)` that returns `(value, grads, finite)`, or
       `((value, aux), grads, finite)`. `value` is the loss, not scaled. `grads` are float32 and unscaled.
       `finite`, shape [] and dtype bool, tells whether every gradient is; it is the same on every
-      replica of `axis_name`.
+      device of the mesh.
 
     Raises:
-      ValueError: when called, if the loss is not a float32 scalar or there is no auxiliary result where
-        `has_aux` says so.
+      ValueError: if `reduce_dtype` is another; when called, if the loss is not a float32 scalar, there is no
+        auxiliary result where `has_aux` says so, or `axis_name` is not an axis of replicas.
       TypeError: when called, if a leaf to differentiate is not floating.
 
     >>> grad_fn = value_and_grad(lambda w, x: jnp.sum((x @ w) ** 2), "p=f32,c=f16,o=f32")
@@ -58,16 +63,16 @@ def value_and_grad(
     >>> grads.dtype, bool(finite)
     (dtype('float32'), True)
     """
-    grad_fn = value_and_unscaled_grad(loss_fn, policies, argnums, has_aux, axis_name)
+    grad_fn = value_and_unscaled_grad(loss_fn, policies, argnums, has_aux, axis_name, reduce_dtype)
 
     @functools.wraps(loss_fn)
     def value_and_grad_fn(loss_scale: Any, *args: Any) -> tuple[Any, Any, jax.Array]:
         value, grads = grad_fn(loss_scale, *args)
-        if axis_name is not None:
-            loss, aux = value if has_aux else (value, None)
-            loss, grads = average_over_axis((loss, grads), axis_name)
-            value = (loss, aux) if has_aux else loss
-        return value, grads, all_finite(grads)
+        loss, aux = value if has_aux else (value, None)
+        params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
+        grads = average(grads, params, loss, policies, loss_scale, axis_name, reduce_dtype)
+        loss = parallel.combine_metrics(loss, axis_name)
+        return (loss, aux) if has_aux else loss, grads, all_finite(grads, averaged_over=axis_name)
 
     return value_and_grad_fn
 
@@ -78,6 +83,7 @@ def value_and_unscaled_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = True,
     axis_name: AxisName | None = None,
+    reduce_dtype: str = "float32",
 ) -> Callable[..., tuple[Any, Any]]:
     """`value_and_grad` up to the point where replicas and microbatches come together.
 
@@ -86,13 +92,15 @@ def value_and_unscaled_grad(
     Returns:
       A function of `(loss_scale, *args)` that returns `(value, grads)`, grads float32 and unscaled.
     """
+    _check_reduce_dtype(reduce_dtype)
 
     def scaled_value_and_grad(loss_scale: Any, *args: Any) -> tuple[Any, Any]:
         def scaled_loss(*args: Any) -> tuple[Any, Any]:
             loss, aux = split_loss(loss_fn(*args), has_aux)
             return loss_scale.scale(loss), (loss, aux)
 
-        grads, (loss, aux) = jax.grad(scaled_loss, argnums=argnums, has_aux=True)(*args)
+        with rules.gradients_in_compute_dtype(reduce_dtype == "compute"):
+            grads, (loss, aux) = jax.grad(scaled_loss, argnums=argnums, has_aux=True)(*args)
         return (loss, aux) if has_aux else loss, grads
 
     functools.update_wrapper(scaled_value_and_grad, loss_fn, updated=())
@@ -102,6 +110,7 @@ def value_and_unscaled_grad(
 
     def grad_fn(loss_scale: Any, *args: Any) -> tuple[Any, Any]:
         loss_scale = as_loss_scale(loss_scale)
+        parallel.check_bound(axis_name, args)
         for i in (argnums,) if isinstance(argnums, int) else argnums:
             if not -len(args) <= i < len(args):
                 raise ValueError(
@@ -109,21 +118,46 @@ def value_and_unscaled_grad(
                     "besides the loss scale."
                 )
             check_floating(args[i], f"argument {i} of the loss function")
-            if axis_name is not None:
-                args = (*args[:i], _varying_over(args[i], axis_name), *args[i % len(args) + 1 :])
+            own = parallel.vary(args[i], axis_name)
+            args = (*args[:i], own, *args[i % len(args) + 1 :])
         value, grads = run(loss_scale, *args)
+        parallel.check_averaged(value[0] if has_aux else value, grads, axis_name)
         return value, unscale(loss_scale, grads)
 
     return grad_fn
 
 
-def all_finite(tree: Any) -> jax.Array:
+def average(
+    grads: Any,
+    params: Any,
+    loss: jax.Array,
+    policies: "str | dict | jmp.Policy | PolicyMap | None",
+    loss_scale: Any,
+    axis_name: AxisName | None,
+    reduce_dtype: str,
+) -> Any:
+    """`parallel.average_gradients`, in float32 or in the compute dtype of the policy that governs each leaf."""
+    travel_in = None
+    if reduce_dtype == "compute" and policies is not None:
+        compute = leaf_dtypes(params, as_policy_map(policies), "compute_dtype")
+        travel_in = tuple(dtype if dtype in dtypes.HALF else None for _, _, dtype in compute)
+    return parallel.average_gradients(
+        grads, params, loss, axis_name, loss_scale=as_loss_scale(loss_scale), travel_in=travel_in
+    )
+
+
+def all_finite(tree: Any, *, averaged_over: AxisName | None = None) -> jax.Array:
     """Whether every floating or complex leaf is free of inf and NaN; shape [] and dtype bool.
 
-    Leaves that cannot be otherwise (integers, bools, keys, float0, None) count as finite.
+    Leaves that cannot be otherwise (integers, bools, keys, float0, None) count as finite. Inside `jax.shard_map` and
+    `jax.pmap` it is one verdict for all devices, also where each holds another shard of `tree`.
+
+    Args:
+      tree: any pytree.
+      averaged_over: axes over which `tree` is known to be the same, so that nobody needs to be asked.
     """
     leaves = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree) if _may_be_infinite(x)]
-    return jnp.stack(leaves).all() if leaves else jnp.array(True)
+    return parallel.agree(jnp.stack(leaves).all() if leaves else jnp.array(True), averaged_over)
 
 
 def select_tree(pred: jax.Array, a: T, b: T) -> T:
@@ -143,87 +177,24 @@ def unscale(loss_scale: Any, grads: T) -> T:
     not divided.
     """
     return jax.tree_util.tree_map_with_path(
-        lambda path, g: g if _is_overwritten(path) else loss_scale.unscale(to_float32(g)), grads
+        lambda path, g: g if parallel.is_overwritten(path) else loss_scale.unscale(to_float32(g)), grads
     )
 
 
 def to_float32(tree: T) -> T:
     """Widens the floating leaves of fewer than 32 bits; float64 stays."""
-    return jax.tree.map(
-        lambda x: x.astype(dtypes.FLOAT32) if casting.is_floating_array(x) and x.dtype.itemsize < 4 else x,
-        tree,
-    )
-
-
-def average_over_axis(tree: T, axis_name: AxisName) -> T:
-    """The mean of the floating leaves over the replicas of one or several mapped axes.
-
-    The next scales that fp8 layers hand back are not averaged: the largest holds for all replicas.
-    """
-
-    def average(path: Any, x: Any) -> Any:
-        for name in _names(axis_name):
-            if _is_tracked(name) and name not in _varying(x):
-                continue  # shard_map knows that it is the same everywhere
-            if not casting.is_inexact_array(x):
-                # A counter is the same everywhere; where JAX keeps track it has to be told so.
-                x = lax.pmax(x, name) if _is_tracked(name) and _is_integer(x) else x
-                continue
-            x = lax.pmax(x, name) if _is_overwritten(path) else lax.pmean(x, name)
-        return x
-
-    return jax.tree_util.tree_map_with_path(average, tree)
-
-
-def _varying_over(tree: T, axis_name: AxisName) -> T:
-    """Parameters as each replica's own, under shard_map with its default checks.
-
-    There the gradient of a replicated parameter would arrive summed over the replicas already, in the dtype
-    of the parameter and not unscaled: four float16 gradients of 30000 would be infinite.
-    """
-
-    def vary(x: Any) -> Any:
-        missing = tuple(n for n in _names(axis_name) if _is_tracked(n) and n not in _varying(x))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(vary, tree)
-
-
-def _is_integer(x: Any) -> bool:
-    return isinstance(x, (np.ndarray, jax.Array)) and jnp.issubdtype(x.dtype, jnp.integer)
-
-
-def _names(axis_name: AxisName) -> tuple[Any, ...]:
-    return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
-
-
-def _is_tracked(name: Any) -> bool:
-    """Whether shard_map keeps track of what varies over this axis."""
-    return name in _varying(lax.axis_index(name))
-
-
-def _varying(x: Any) -> frozenset[Any]:
-    """The mesh axes over which shard_map knows `x` to differ; none where it does not keep track."""
-    return jax.typeof(x).manual_axis_type.varying
-
-
-def combine_over_axis(tree: T, axis_name: AxisName) -> T:
-    """The results of all replicas as one: floating leaves averaged, integers added up, bools combined."""
-
-    def combine(x: Any) -> Any:
-        if x.dtype == jnp.bool_:
-            return lax.pmin(_varying_over(x, axis_name).astype(jnp.int32), axis_name).astype(bool)
-        if jnp.issubdtype(x.dtype, jnp.integer):
-            return lax.psum(_varying_over(x, axis_name), axis_name)
-        return average_over_axis(x, axis_name)
-
-    return jax.tree.map(combine, tree)
+    return jax.tree.map(parallel.widened, tree)
 
 
 def global_norm(grads: Any) -> jax.Array:
     """The Euclidean norm of all gradients together, shape [] and dtype float32."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(grads)
-    return optax.tree.norm([to_float32(g) for path, g in flat if not _is_overwritten(path)])
+    groups: dict[frozenset[Any], list[Any]] = {}
+    for path, grad in jax.tree_util.tree_leaves_with_path(grads):
+        if not parallel.is_overwritten(path):
+            groups.setdefault(parallel.varying(grad), []).append(to_float32(grad))
+    # Shards add up, while what is replicated counts once.
+    squares = [parallel.sum_over_shards(optax.tree.norm(group, squared=True)) for group in groups.values()]
+    return jnp.sqrt(sum(squares[1:], squares[0]) if squares else jnp.zeros([], jnp.float32))
 
 
 def accumulate(
@@ -232,7 +203,6 @@ def accumulate(
     carry: Any,
     batch: Any,
     rng: Any,
-    axis_name: AxisName | None = None,
 ) -> tuple[Any, Any, Any]:
     """Runs `grad_fn` over equal microbatches and averages what it returns.
 
@@ -242,7 +212,6 @@ def accumulate(
       carry: what a microbatch hands to the next, such as batch statistics.
       batch: a pytree of arrays whose first axis is the batch.
       rng: a key, of which each microbatch gets its own, or None.
-      axis_name: a mapped axis over whose replicas the results are still to be averaged.
 
     Returns:
       `(carry, results, grads)`: of `results`, floating leaves are averaged, integers (counts) added up and
@@ -256,10 +225,9 @@ def accumulate(
         return carry, results, grads
     microbatches = jax.tree_util.tree_map_with_path(lambda path, x: _microbatches(path, x, steps), batch)
     rngs = None if rng is None else jax.random.split(rng, steps)
-    shapes = jax.eval_shape(grad_fn, carry, *jax.tree.map(lambda x: x[0], (microbatches, rngs)))[1]
-    zeros = jax.tree.map(lambda g: jnp.zeros(g.shape, g.dtype), shapes)
-    if axis_name is not None:  # the carry has to start as varying as it comes out
-        carry, zeros = _varying_over((carry, zeros), axis_name)
+    first = jax.tree.map(lambda x: x[0], (microbatches, rngs))
+    carry, shapes = _as_it_comes_out(grad_fn, carry, first)
+    zeros = jax.tree.map(_zeros, shapes)
 
     def body(state: tuple[Any, Any], inputs: tuple[Any, Any]) -> tuple[Any, Any]:
         carry, total = state
@@ -267,7 +235,9 @@ def accumulate(
         return (carry, jax.tree_util.tree_map_with_path(_add, total, grads)), results
 
     (carry, total), results = lax.scan(body, (carry, zeros), (microbatches, rngs))
-    grads = jax.tree_util.tree_map_with_path(lambda p, g: g if _is_overwritten(p) else g / steps, total)
+    grads = jax.tree_util.tree_map_with_path(
+        lambda p, g: g if parallel.is_overwritten(p) else g / steps, total
+    )
     return carry, jax.tree.map(_summarise, results), grads
 
 
@@ -310,6 +280,14 @@ def _may_be_infinite(x: Any) -> bool:
     return isinstance(x, (float, complex)) or casting.is_inexact_array(x) or isinstance(x, np.inexact)
 
 
+def _check_reduce_dtype(reduce_dtype: Any) -> None:
+    if reduce_dtype not in REDUCE_DTYPES:
+        raise ValueError(
+            f"reduce_dtype must be 'float32' or 'compute' (the compute dtype of the policy), got {reduce_dtype!r}"
+            f"{dtypes.did_you_mean(str(reduce_dtype), list(REDUCE_DTYPES))}"
+        )
+
+
 def describe(x: Any) -> str:
     """What an error message says of a wrong result."""
     if isinstance(x, (tuple, list)):
@@ -319,12 +297,8 @@ def describe(x: Any) -> str:
     return f"{type(x).__name__} {x!r}" if isinstance(x, (int, float, str)) else type(x).__name__
 
 
-def _is_overwritten(path: tuple[Any, ...]) -> bool:
-    return any(getattr(key, "key", None) == OVERWRITE_WITH_GRADIENT for key in path)
-
-
 def _add(path: tuple[Any, ...], total: Any, grad: Any) -> Any:
-    return jnp.maximum(total, grad) if _is_overwritten(path) else total + grad
+    return jnp.maximum(total, grad) if parallel.is_overwritten(path) else total + grad
 
 
 def _microbatches(path: tuple[Any, ...], x: Any, steps: int) -> Any:
@@ -340,7 +314,34 @@ def _microbatches(path: tuple[Any, ...], x: Any, steps: int) -> Any:
             f"The batch cannot be cut into accumulate_steps={steps} equal parts: leaf '{where}' has shape "
             f"{list(shape)}. Its first axis must be a multiple of {steps}."
         )
-    return jnp.swapaxes(jnp.reshape(x, (shape[0] // steps, steps, *shape[1:])), 0, 1)
+    cut = (shape[0] // steps, steps, *shape[1:])
+    sharding = jax.typeof(x).sharding
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        first, *rest = sharding.spec
+        sharding = sharding.update(spec=sharding.spec.update(partitions=(first, None, *rest)))
+        return jnp.swapaxes(jnp.reshape(x, cut, out_sharding=sharding), 0, 1)
+    return jnp.swapaxes(jnp.reshape(x, cut), 0, 1)
+
+
+def _as_it_comes_out(grad_fn: Callable[..., Any], carry: Any, first: Any) -> tuple[Any, Any]:
+    """The carry, varying over the mesh axes over which it comes out varying, and what gradients look like."""
+    while True:
+        (out, _), grads = jax.eval_shape(grad_fn, carry, *first)
+        varying = [parallel.varying(x) for x in jax.tree.leaves(out)]
+        leaves, treedef = jax.tree.flatten(carry)
+        if len(varying) != len(leaves):
+            return carry, grads  # which the scan refuses in its own words
+        varied = [parallel.vary(x, tuple(axes)) for x, axes in zip(leaves, varying, strict=True)]
+        if all(a is b for a, b in zip(varied, leaves, strict=True)):
+            return carry, grads
+        carry = jax.tree.unflatten(treedef, varied)
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Zeros of the type of a gradient, its sharding over the axes of an explicit mesh included."""
+    explicit = like.sharding is not None and AxisType.Explicit in like.sharding.mesh.axis_types
+    zeros = jnp.zeros(like.shape, like.dtype, out_sharding=like.sharding if explicit else None)
+    return parallel.vary(zeros, tuple(parallel.varying(like)))
 
 
 def _summarise(x: jax.Array) -> jax.Array:

@@ -61,6 +61,8 @@ def _marked() -> Iterator[None]:
         if caller is not None and caller.base is not None:  # a linen model inside of an nnx module
             mark = marks.Mark(caller.root, f"{caller.base}/{path}".strip("/"), caller.base)
         # The policy of a module of nnx governs the whole of a linen model inside of it.
+        if mark.base is None and not path:
+            marks.present(mark.root, _variable_paths(module))
         with marks.opened(mark, type(module) if mark.base is None else None):
             return next_fun(*args, **kwargs)
 
@@ -123,14 +125,19 @@ def _call(
 
 def _see_variables(module: nn.Module, region: regions.Region, watch: Watch) -> None:
     """Counts modules that were not called (a decoder, when only the encoder runs) as governed."""
+    for path in _variable_paths(module):
+        watch.paths.add(path)
+        entry = region.policies.match(path)
+        if entry is not None:
+            watch.governed.add(entry)
+
+
+def _variable_paths(module: nn.Module) -> Iterator[str]:
+    """The paths of the modules that have variables, and of those that they stand in."""
     flat, _ = jax.tree_util.tree_flatten_with_path(dict(module.variables))
     for keys, _ in flat:
         names = [str(k.key) for k in keys[1:] if isinstance(k, jax.tree_util.DictKey)]
-        for path in ancestors("/".join(names[:-1])):
-            watch.paths.add(path)
-            entry = region.policies.match(path)
-            if entry is not None:
-                watch.governed.add(entry)
+        yield from ancestors("/".join(names[:-1]))
 
 
 def _own_variables(module: nn.Module, collection: str) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def check_platform(platform: str) -> str:
     """
     if platform not in PLATFORMS:
         raise ValueError(
-            f"Unknown platform '{platform}'{dtypes.did_you_mean(platform, list(PLATFORMS))} It must be one of "
+            f"Unknown platform '{platform}'{dtypes.did_you_mean(str(platform), list(PLATFORMS))} It must be one of "
             f"{', '.join(PLATFORMS)}."
         )
     return PLATFORMS[platform]

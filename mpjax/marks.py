@@ -9,15 +9,15 @@ import contextlib
 import dataclasses
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 
 # Around every audit's trace, frameworks open what they have put here.
 hooks: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
 
-# Of each model, by the name of its class: from the paths of modules to their classes.
-Classes = dict[str, dict[str, type]]
+# Of each model, by the name of its class: from the paths of modules to their classes, None of those that do not run.
+Classes = dict[str, dict[str, type | None]]
 
 _MARK = re.compile(r"⟦([^⟦⟧:]*):([^⟦⟧]*)⟧")
 
@@ -82,13 +82,21 @@ def opened(mark: Mark | None, cls: type | None = None) -> Iterator[None]:
         yield
         return
     if cls is not None:
-        _recording.classes.setdefault(mark.root, {}).setdefault(mark.path, cls)
+        _recording.classes.setdefault(mark.root, {})[mark.path] = cls
     _recording.open.append(mark)
     try:
         with jax.named_scope(str(mark)):
             yield
     finally:
         _recording.open.pop()
+
+
+def present(root: str, paths: Iterable[str]) -> None:
+    """Records modules of a model, whether they run (as a decoder does not when only the encoder is called) or not."""
+    if _recording.classes is not None:
+        known = _recording.classes.setdefault(root, {})
+        for path in paths:
+            known.setdefault(path, None)
 
 
 def last(stack: str) -> tuple[str, Mark, str] | None:

@@ -19,9 +19,10 @@ import optax
 from flax import nnx
 from flax.nnx.nn import recurrent
 
-from mpjax import casting, dtypes, gradients, marks, regions
+from mpjax import casting, dtypes, gradients, marks, parallel, regions
 from mpjax.autocast import Watch, module_hooks, under
 from mpjax.loss_scale import as_loss_scale, check_loss_scale, loss_scale_for
+from mpjax.placement import placed
 from mpjax.policy_map import PolicyMap, as_policy_map
 from mpjax.train_state import apply_if_finite, check_stored
 
@@ -166,7 +167,7 @@ def _in_region(name: str, method: Any, governed: Governed, cls: type) -> Any:
             bound = under(bound, governed.policies.policy(governed.entry))
         state = _state_dtypes(self)
         scope = jax.named_scope(_relative_path(governed.path) or cls.__name__)
-        with scope, marks.opened(_mark(governed.path, cls), cls):
+        with scope, marks.opened(_mark(self, governed.path, cls), cls):
             out = regions.call_module(
                 bound,
                 args,
@@ -186,10 +187,19 @@ def _in_region(name: str, method: Any, governed: Governed, cls: type) -> Any:
     return wrapper
 
 
-def _mark(path: str, cls: type) -> marks.Mark:
+def _mark(self: nnx.Module, path: str, cls: type) -> marks.Mark:
+    """By which an audit knows whose operations it reads."""
     caller = marks.innermost()
     root = cls.__name__ if not path else caller.root if caller else ""
+    if caller is None:  # modules that do not run are modules of the model, too
+        marks.present(root, _governed_paths(self))
     return marks.Mark(root, path, base=path if issubclass(cls, nnx.bridge.ToNNX) else None)
+
+
+def _governed_paths(model: nnx.Module) -> Iterator[str]:
+    for _, module in nnx.iter_modules(model):
+        if (governed := getattr(module, _ATTRIBUTE, None)) is not None:
+            yield governed.path
 
 
 def _relative_path(path: str) -> str:
@@ -259,7 +269,12 @@ def _rebuild(cls: type, governed: Governed, attributes: dict[str, Any]) -> nnx.M
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Any], *, has_aux: bool = False, wrt: nnx.filterlib.Filter = nnx.Param
+    loss_fn: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    wrt: nnx.filterlib.Filter = nnx.Param,
+    axis_name: Any = None,
+    reduce_dtype: str = "float32",
 ) -> Callable[..., tuple[Any, nnx.State, jax.Array]]:
     """`mpjax.value_and_grad` for loss functions of an nnx model under policies.
 
@@ -267,6 +282,8 @@ def value_and_grad(
       loss_fn: `(model, *args) -> loss`, or `(loss, aux)` with `has_aux`; the loss is a float32 scalar.
       has_aux: whether it returns auxiliary results.
       wrt: which variables to differentiate with respect to.
+      axis_name: as of `mpjax.value_and_grad`; the model's state is averaged too.
+      reduce_dtype: as of `mpjax.value_and_grad`.
 
     Returns:
       A function of `(loss_scale, model, *args)` that returns `(value, grads, finite)`; see
@@ -296,9 +313,14 @@ def value_and_grad(
 
         functools.update_wrapper(pure_loss, loss_fn, updated=())
         # The modules carry the map's patterns, and they were checked when it was applied.
-        grad_fn = gradients.value_and_unscaled_grad(pure_loss, policies.default)
+        grad_fn = gradients.value_and_unscaled_grad(
+            pure_loss, policies.default, axis_name=axis_name, reduce_dtype=reduce_dtype
+        )
         (loss, (aux, new_rest)), grads = grad_fn(loss_scale, params, rest, *args)
-        finite = gradients.all_finite(grads)
+        grads = gradients.average(grads, params, loss, policies, loss_scale, axis_name, reduce_dtype)
+        loss = parallel.combine_metrics(loss, axis_name)
+        new_rest = parallel.average_state(new_rest, rest, axis_name)
+        finite = gradients.all_finite(grads, averaged_over=axis_name)
         nnx.update(model, _kept_if(finite, new_rest, rest))
         return ((loss, aux) if has_aux else loss), grads, finite
 
@@ -354,6 +376,7 @@ class Optimizer(nnx.Optimizer[M]):
         super().__init__(model, in_float32, wrt=wrt)
         self.skipped = nnx.OptState(jnp.zeros([], jnp.int32))
         self._loss_scale = nnx.data(jax.tree.map(lambda x: nnx.OptState(jnp.asarray(x)), loss_scale))
+        nnx.update(self, placed(nnx.state(self), nnx.state(model, wrt)))
 
     @property
     def loss_scale(self) -> Any:

@@ -144,6 +144,15 @@ def library_line(found: list[Line]) -> Line | None:
     return next((f for f in found if not f.file.startswith(_JAX)), None)
 
 
+# The line that a person looks for, by preference.
+LINES = (user_line, package_line, library_line)
+
+
+def line(found: list[Line]) -> Line:
+    """The line that a person looks for in frames; an empty one if there is none."""
+    return next((chosen for choose in LINES if (chosen := choose(found)) is not None), Line())
+
+
 def called_classes(traceback: Any) -> tuple[str, ...]:
     """The classes whose `__call__` ran, outermost first: what is known of modules that open no scope."""
     found: list[str] = []

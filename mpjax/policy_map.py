@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax
 import jmp
 
 from mpjax.policy import Policy, get_policy
@@ -91,7 +92,7 @@ class PolicyMap:
                 return i
         return None
 
-    def resolve(self, path: str, classes: Mapping[str, type] | None = None) -> int:
+    def resolve(self, path: str, classes: Mapping[str, type | None] | None = None) -> int:
         """The entry that governs a module: its own match, else its nearest ancestor's, else the default.
 
         Args:
@@ -222,3 +223,28 @@ def _closest(key: str, paths: list[str], n: int = 5) -> str:
 
     close = sorted((p for p in paths if p), key=likeness, reverse=True)[:n]
     return ", ".join(f"'{p}'" for p in close) if close else "none, as the model has no submodules"
+
+
+def leaf_dtypes(params: Any, policies: PolicyMap, part: str) -> list[tuple[str, Any, Any]]:
+    """What the policies say of each parameter, by the path of its module.
+
+    Args:
+      params: parameters whose key paths spell the paths of their modules, as Flax's do.
+      policies: the map that governs them.
+      part: which part of a policy to ask for, such as `"param_dtype"`.
+
+    Returns:
+      Path, leaf and dtype of each; None for a dtype that only the module's class could tell.
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(params)
+    by_class = {getattr(p, part) for key, p in policies.entries if key.startswith("class:")}
+    result = []
+    for keys, leaf in flat:
+        names = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in keys]
+        if names and isinstance(keys[-1], jax.tree_util.GetAttrKey) and names[-1] in ("value", "raw_value"):
+            names.pop()  # an nnx.Variable
+        if names[:1] == ["params"]:
+            names.pop(0)
+        dtype = getattr(policies.policy(policies.resolve("/".join(names[:-1]))), part)
+        result.append(("/".join(names), leaf, dtype if by_class <= {dtype} else None))
+    return result

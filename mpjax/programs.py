@@ -25,16 +25,25 @@ class Value:
       uses: the operations that take it.
       const: its numbers, if it is a constant.
       name: the path among the arguments, if it is an input.
+      given: the argument, if it is an input.
     """
 
-    __slots__ = ("aval", "const", "name", "op", "uses")
+    __slots__ = ("aval", "const", "given", "name", "op", "uses")
 
-    def __init__(self, aval: Any, op: "Op | None" = None, const: Any = None, name: str | None = None) -> None:
+    def __init__(
+        self,
+        aval: Any,
+        op: "Op | None" = None,
+        const: Any = None,
+        name: str | None = None,
+        given: Any = None,
+    ) -> None:
         self.aval = aval
         self.op = op
         self.uses: list[Op] = []
         self.const = const
         self.name = name
+        self.given = given
 
     @property
     def dtype(self) -> Any:
@@ -113,8 +122,7 @@ class Op:
     @property
     def line(self) -> Line:
         """The user's source line; if all of the program is installed, that of the package that it belongs to."""
-        choices = (places.user_line, places.package_line, places.library_line)
-        return next((line for choose in choices if (line := self._line(choose)) is not None), Line())
+        return next((line for choose in places.LINES if (line := self._line(choose)) is not None), Line())
 
     @property
     def full_precision(self) -> bool:
@@ -149,10 +157,14 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class LostConstant:
-    """A Python or numpy number that a 16-bit format could not hold when it was cast in tracing."""
+    """A Python or numpy number that became infinite or zero when it was cast to 16 bits in tracing.
 
+    `frames` are those of the program that ran then, the innermost first.
+    """
+
+    number: float
     overflow: bool
-    line: Line
+    frames: tuple[Line, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +180,7 @@ class Program:
       loops: all loops.
       lost: numbers that did not survive a cast in tracing.
       root: the class of the model, which paths leave out; None without or with several models.
-      classes: of the modules that have left their marks, by path, for each class of a model.
+      classes: those of the modules that are known, by path, for each class of a model.
       jaxpr: what was read.
     """
 

@@ -1,5 +1,7 @@
 """Reads a traced program into one flat list of operations: opens inner jaxprs and says what belongs where."""
 
+import contextlib
+import itertools
 import math
 import sys
 from collections.abc import Callable
@@ -18,6 +20,16 @@ _OPAQUE = ("pallas_call", "scatter", "reduce", "select_and", "argm", "sort", "al
 _LOOP = "loop"
 # Comparisons as distances between their sides: a < b is b - a > 0, a <= b is b - a + 1 > 0.
 _COMPARED = {"lt": (1, 0), "le": (1, 1), "gt": (-1, 0), "ge": (-1, 1)}
+# So many frames around a cast are looked through for the number that it cast.
+_NEAR = 4
+# Part of the key of JAX's caches: what was traced before is traced anew, as casts of numbers show in tracing only.
+_reading = jax.make_user_context(default_value=None)
+_readings = itertools.count()
+
+
+def traced_anew() -> contextlib.AbstractContextManager[None]:
+    """A context in which functions that JAX has traced before are traced once more."""
+    return _reading(next(_readings))
 
 
 def read(fn: Callable[..., Any], args: tuple[Any, ...]) -> Program:
@@ -29,17 +41,21 @@ def read(fn: Callable[..., Any], args: tuple[Any, ...]) -> Program:
     """
     lost: list[LostConstant] = []
 
+    # JAX casts a number when it traces the operation that takes it, and keeps what is left of it.
     def record(kind: str, flag: int) -> None:
-        line = _running_line()
-        if line is not None:
-            lost.append(LostConstant(kind == "overflow", line))
+        constant = _lost_constant(kind == "overflow")
+        if constant is not None:
+            lost.append(constant)
 
     with marks.recorded() as classes, np.errstate(over="call", under="call", call=record):
         jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
     reader = _Reader()
     flat = jax.tree_util.tree_flatten_with_path(args)[0]
     names = [_argument_name(path) for path, _ in flat]
-    inputs = [Value(v.aval, name=name) for v, name in zip(jaxpr.jaxpr.invars, names, strict=True)]
+    inputs = [
+        Value(v.aval, name=name, given=leaf)
+        for v, name, (_, leaf) in zip(jaxpr.jaxpr.invars, names, flat, strict=True)
+    ]
     outputs = reader.read(jaxpr, inputs, "", 1, None)
     _mark_live(reader.ops, outputs)
     root = _attribute(reader.ops)
@@ -336,13 +352,31 @@ def _follows(value: Value) -> bool:
     return value.op is not None and value.op.phase in (BACKWARD, OPTIMIZER)
 
 
-def _running_line() -> Line | None:
-    """The user's line that runs now."""
-    found, frame = [], sys._getframe(2)
+def _lost_constant(overflow: bool) -> LostConstant | None:
+    """The number whose cast has just overflowed or underflowed, if nothing is left of it, and the running frames."""
+    number: float | None = None
+    found: list[Line] = []
+    frame = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename != __file__:
+        if number is None and len(found) < _NEAR:
+            number = next((n for x in frame.f_locals.values() if (n := _lost(x, overflow)) is not None), None)
         found.append(Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
         frame = frame.f_back  # type: ignore[assignment]
-    return places.user_line(found) or places.library_line(found)
+    return None if number is None else LostConstant(number, overflow, tuple(found))
+
+
+def _lost(x: Any, overflow: bool) -> float | None:
+    """`x` as a float, if it is a finite number that float16 makes infinite or zero, as the case may be."""
+    if not isinstance(x, (float, int, np.generic, np.ndarray)) or np.ndim(x) or isinstance(x, bool):
+        return None
+    try:
+        number = float(x)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    with np.errstate(all="ignore"):
+        half = float(np.float16(number))
+    gone = math.isinf(half) if overflow else half == 0 and number != 0
+    return number if gone and math.isfinite(number) else None
 
 
 def _argument_name(path: tuple[Any, ...]) -> str:

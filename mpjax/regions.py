@@ -253,12 +253,18 @@ def _explained(name: str, region: Region) -> Iterator[None]:
         noted = any(note.startswith("mpjax:") for note in getattr(e, "__notes__", ()))
         found = list(dict.fromkeys(_FLOAT_TYPE.findall(str(e))))
         if not noted and len(found) > 1 and any(word in str(e) for word in _MUST_AGREE):
+            one, other = found[:2]
+            # JAX names what goes into a loop first, then what comes out of its body.
+            way = (
+                f"start the loop's carry in {other}, what the body makes of it, or cast it at the end of the body "
+                "with `.astype(carry.dtype)`"
+                if "carry" in str(e)
+                else "cast what the branches return to one dtype with `.astype`"
+            )
             e.add_note(
                 f"mpjax: this happened in {name}, under policy '{region.policy}', where products hand over "
-                f"{region.compute_dtype.name} and JAX promotes what mixes with float32: one side is {found[0]}, "
-                f"the other {found[1]}. Ways out: start the loop's carry in the compute dtype "
-                f"({region.compute_dtype.name}), or cast it at the end of the body with "
-                "`.astype(carry.dtype)`, or give the module another policy, such as 'p=f32,c=f32,o=f32', by an "
-                "entry in the PolicyMap."
+                f"{region.compute_dtype.name} and JAX promotes what mixes with float32: one side is {one}, "
+                f"the other {other}. Ways out: {way}, or give the module another policy, such as "
+                "'p=f32,c=f32,o=f32', by an entry in the PolicyMap."
             )
         raise

@@ -30,28 +30,36 @@ class Decided(tuple):
     """The precision of a product together with the dtype that its operands were decided to have.
 
     To JAX it is the pair of `lax.Precision` that it equals in meaning, so it lowers to the same program.
-    `compute_dtype` is None for a product that was decided to run as it comes.
+    `compute_dtype` is None for a product that was decided to run as it comes. `narrowed` tells for each operand
+    whether it was float32 until then.
     """
 
     compute_dtype: np.dtype | None
+    narrowed: tuple[bool, bool]
 
-    def __new__(cls, precision: tuple[Any, Any] | None, compute_dtype: np.dtype | None) -> Self:
+    def __new__(
+        cls,
+        precision: tuple[Any, Any] | None,
+        compute_dtype: np.dtype | None,
+        narrowed: tuple[bool, bool] = (False, False),
+    ) -> Self:
         self = super().__new__(cls, precision or (lax.Precision.DEFAULT, lax.Precision.DEFAULT))
         self.compute_dtype = compute_dtype
+        self.narrowed = narrowed
         return self
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Decided)
             and tuple.__eq__(self, other)
-            and self.compute_dtype == other.compute_dtype
+            and (self.compute_dtype, self.narrowed) == (other.compute_dtype, other.narrowed)
         )
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     def __hash__(self) -> int:
-        return hash((tuple(self), self.compute_dtype))
+        return hash((tuple(self), self.compute_dtype, self.narrowed))
 
     def __repr__(self) -> str:
         return f"{'as it comes' if self.compute_dtype is None else self.compute_dtype}:{self[0]}"
@@ -81,10 +89,44 @@ def compute_rule(bind: Bind, lhs: Any, rhs: Any, *rest: Any, **params: Any) -> A
             params["preferred_element_type"] = _result_dtype(
                 lhs, rhs, params["preferred_element_type"], compute
             )
-        precision = params["precision"] = Decided(precision, compute)
+        narrowed = (_narrows(lhs, compute), _narrows(rhs, compute))
+        precision = params["precision"] = Decided(precision, compute, narrowed)
     if precision.compute_dtype is not None:
         lhs, rhs = (_cast(x, precision.compute_dtype) for x in (lhs, rhs))
     return bind(lhs, rhs, *rest, **params)
+
+
+# Whether gradients of operands that a product narrowed leave their product in the compute dtype.
+gradients_in_compute_dtype = jax.make_user_context(False)
+
+
+def transpose_rule(
+    transpose: Callable[..., Any], i: int, cotangent: Any, lhs: Any, rhs: Any, **params: Any
+) -> Any:
+    """The gradient of an operand that a product narrowed leaves its own product in float32.
+
+    That is where it goes, and where one program for many devices adds it up over them: rounded to 16 bits
+    before, each device's part would be rounded, and so would be their sum.
+
+    Args:
+      transpose: JAX's rule for the i-th operand.
+      i: which operand to find the gradient of.
+      cotangent: of the result.
+      lhs: an operand, or in the place of the i-th what tells its type.
+      rhs: likewise.
+      **params: the product's.
+    """
+    precision = params["precision"]
+    if type(precision) is Decided and precision.narrowed[i] and not gradients_in_compute_dtype.value:
+        wide = ad.UndefinedPrimal((lhs, rhs)[i].aval.update(dtype=dtypes.FLOAT32))
+        lhs, rhs = (wide, rhs) if i == 0 else (lhs, wide)
+        params["precision"] = Decided(tuple(precision), precision.compute_dtype)
+        params["preferred_element_type"] = dtypes.FLOAT32
+    return transpose(cotangent, lhs, rhs, **params)
+
+
+def _narrows(x: Any, compute: np.dtype | None) -> bool:
+    return compute in dtypes.HALF and x.dtype == dtypes.FLOAT32 and _was(x, compute) is None
 
 
 def _decide(region: regions.Region, lhs: Any, rhs: Any, params: dict[str, Any]) -> np.dtype | None:
@@ -286,8 +328,14 @@ def _cast(x: Any, dtype: np.dtype) -> Any:
     """`x` in `dtype`; where `x` is the result of widening from `dtype`, what was widened."""
     if x.dtype == dtype:
         return x
+    narrow = _was(x, dtype)
+    return _convert(x, new_dtype=dtype, weak_type=False, sharding=None) if narrow is None else narrow
+
+
+def _was(x: Any, dtype: Any) -> Any:
+    """What was widened from `dtype` to make `x`, if that is how `x` was made."""
     if id(x) in _widened_from:
         ref, narrow = _widened_from[id(x)]
         if ref() is x and narrow.dtype == dtype:
             return narrow
-    return _convert(x, new_dtype=dtype, weak_type=False, sharding=None)
+    return None

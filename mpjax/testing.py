@@ -25,6 +25,8 @@ T = TypeVar("T")
 Policies: TypeAlias = str | Mapping[Any, Any] | jmp.Policy | PolicyMap
 
 _PRODUCT_KINDS = ("silent-upcast", "below-policy", "mixed-operands")
+# As many halvings as lie between the largest and the smallest number of float32.
+_MOST_BACKOFFS = 280
 # What may change when a step is skipped.
 _COUNTERS = ("step", "skipped", "loss_scale")
 
@@ -38,9 +40,14 @@ def assert_policy_holds(fn: Callable[..., Any], *args: Any, policies: Policies) 
       policies: a policy string, a policy, a dict from pattern to policy, or a `PolicyMap`.
 
     Raises:
-      AssertionError: with the findings, if a product does not.
+      AssertionError: with the findings, if a product does not, or if there is none.
+      ValueError: if a pattern of the policies governs no module of `fn`.
     """
     found = audit(fn, *args, policies=policies)
+    if not found.products:
+        raise AssertionError(
+            f"{found.name} has no product or convolution, so that it holds a policy shows nothing."
+        )
     wrong = [f for f in found.findings if f.kind in _PRODUCT_KINDS]
     _fail_with(wrong, f"{found.name} does not hold the policy '{as_policy_map(policies)}'")
 
@@ -80,7 +87,10 @@ def assert_traces_once(step: Callable[..., Any], *args: Any) -> None:
 
     Raises:
       AssertionError: naming each leaf of the state that the second call would find changed.
+      TypeError: if there are no arguments.
     """
+    if not args:
+        raise TypeError("assert_traces_once expects the arguments of the step, its state first, got none.")
     out = jax.eval_shape(step, *args)
     state = args[0]
     structure: Any = jax.tree.structure(state)
@@ -107,9 +117,9 @@ def assert_traces_once(step: Callable[..., Any], *args: Any) -> None:
 def assert_skips_cleanly(step: Callable[..., Any], state: Any, batch: Any, *rest: Any) -> None:
     """Asserts that a step whose gradients are not finite leaves the state bit-identical.
 
-    Runs `step` twice: on the batch as it is, which must change the parameters, and with NaN in each row of each
-    parameter, which makes the loss and the gradients NaN. Then only `step`, `skipped` and
-    `loss_scale` may have changed.
+    Runs `step` on the batch as it is, which must change the parameters (once a dynamic loss scale has found its
+    range), and with NaN in each row of each parameter, which makes the loss and the gradients NaN. Then
+    only `step`, `skipped` and `loss_scale` may have changed.
 
     Args:
       step: `(state, batch, …) -> state` or `-> (state, …)`. It must not donate its state.
@@ -126,9 +136,19 @@ def assert_skips_cleanly(step: Callable[..., Any], state: Any, batch: Any, *rest
             f"assert_skips_cleanly expects a state with the fields of a TrainState, got {type(state).__name__}."
         )
     state = jax.tree.map(_copy, state)
-    good = _state_of(step(jax.tree.map(_copy, state), batch, *rest))
-    if not _changed(state.params, good.params):
-        raise AssertionError("The step changed no parameter on a good batch, so a skip would not show.")
+    for _ in range(_MOST_BACKOFFS):
+        good = _state_of(step(jax.tree.map(_copy, state), batch, *rest))
+        if _changed(state.params, good.params):
+            break
+        scales = [jax.tree.map(_bits, getattr(s, "loss_scale", None)) for s in (state, good)]
+        if scales[0] == scales[1]:
+            raise AssertionError("The step changed no parameter on a good batch, so a skip would not show.")
+        state = good  # skipped, as the scale was too large
+    else:
+        raise AssertionError(
+            f"The step was skipped {_MOST_BACKOFFS} times in a row on a good batch, however far the loss scale went "
+            "down, so a skip on a bad one would not show. Give a batch whose gradients are finite."
+        )
     poisoned = state.replace(params=_poisoned(state.params))
     before = jax.tree.map(_copy, poisoned)
     after = _state_of(step(poisoned, batch, *rest))

@@ -19,7 +19,8 @@ from jax import lax
 
 from mpjax import casting, gradients
 from mpjax.loss_scale import as_loss_scale, check_loss_scale, loss_scale_for
-from mpjax.policy_map import PolicyMap, as_policy_map
+from mpjax.placement import placed
+from mpjax.policy_map import PolicyMap, as_policy_map, leaf_dtypes
 
 T = TypeVar("T")
 
@@ -70,6 +71,10 @@ class TrainState(train_state.TrainState):
           model_state: a pytree of what the model itself changes.
           **kwargs: fields that a subclass adds.
 
+        Returns:
+          The state. Where parameters are sharded, it lies on their mesh: what mirrors a parameter (such as Adam's
+          moments) beside it, everything else on all devices. Under `jax.jit` say so with `state_shardings`.
+
         Raises:
           TypeError: if a parameter is not floating.
           ValueError: if the loss scale is zero, negative, not finite or not a scalar, or a parameter has fewer
@@ -96,7 +101,7 @@ class TrainState(train_state.TrainState):
             policy=policies,
             **kwargs,
         )
-        return _without_aliases(state)
+        return _without_aliases(placed(state, params))
 
     def apply_gradients(  # type: ignore[override]
         self, *, grads: Any, finite: jax.Array | bool | None = None, **kwargs: Any
@@ -167,7 +172,7 @@ def cast_params(params: Any, policies: "str | dict | jmp.Policy | PolicyMap") ->
       params: parameters whose key paths spell the paths of their modules, as Flax's do.
       policies: a policy string, a policy, a dict from pattern to policy, or a `PolicyMap`.
     """
-    stored = _param_dtypes(params, as_policy_map(policies))
+    stored = leaf_dtypes(params, as_policy_map(policies), "param_dtype")
     return casting.cast_to_dtypes(params, tuple(dtype for _, _, dtype in stored))
 
 
@@ -185,7 +190,7 @@ def check_params(params: Any, policies: PolicyMap, *, only_narrower: bool = Fals
     check_stored(
         [
             (path, leaf.dtype, dtype)
-            for path, leaf, dtype in _param_dtypes(params, policies)
+            for path, leaf, dtype in leaf_dtypes(params, policies, "param_dtype")
             if dtype is not None
             and casting.castable(leaf)
             and not (only_narrower and leaf.dtype.itemsize > dtype.itemsize)
@@ -214,22 +219,6 @@ def check_stored(found: list[tuple[str, Any, Any]], policies: PolicyMap) -> None
             "restored from a run under another policy, train under that one; or cast them, with "
             "mpjax.cast_params(params, policy), and make the state anew with TrainState.create."
         )
-
-
-def _param_dtypes(params: Any, policies: PolicyMap) -> list[tuple[str, Any, Any]]:
-    """Path, leaf and stored dtype of each parameter; None where only the module's class could tell."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(params)
-    by_class = {p.param_dtype for key, p in policies.entries if key.startswith("class:")}
-    result = []
-    for keys, leaf in flat:
-        names = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in keys]
-        if names and isinstance(keys[-1], jax.tree_util.GetAttrKey) and names[-1] in ("value", "raw_value"):
-            names.pop()  # an nnx.Variable
-        if names[:1] == ["params"]:
-            names.pop(0)
-        dtype = policies.policy(policies.resolve("/".join(names[:-1]))).param_dtype
-        result.append(("/".join(names), leaf, dtype if by_class <= {dtype} else None))
-    return result
 
 
 def _updated(

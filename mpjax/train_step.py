@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax import gradients
+from mpjax import gradients, parallel
 from mpjax.policy_map import PolicyMap
 from mpjax.train_state import TrainState, check_params, shaped_like
 
@@ -20,6 +20,7 @@ def make_train_step(
     *,
     accumulate_steps: int = 1,
     axis_name: Any = None,
+    reduce_dtype: str = "float32",
     has_model_state: bool = False,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """Returns a function that takes one step under the policy and the loss scale of a `TrainState`.
@@ -32,7 +33,10 @@ def make_train_step(
         `metrics` a dict. It needs to know nothing of precision.
       accumulate_steps: the batch is cut into that many microbatches, whose gradients are averaged in float32.
         The loss scale is the same for all of them, and one verdict holds.
-      axis_name: a mapped axis (or several), as of `jax.pmap` or `jax.shard_map`, to average over.
+      axis_name: the mapped axis (or several), as of `jax.pmap` or `jax.shard_map`, over which the batch is split, to
+        average over. Leave it out under `jax.jit` with sharded arrays.
+      reduce_dtype: `"float32"`, or `"compute"` to add gradients up between devices in the compute dtype of their
+        policy: half the bytes, fewer digits.
       has_model_state: whether the model has state of its own, such as batch statistics.
 
     Returns:
@@ -41,8 +45,8 @@ def make_train_step(
       averaged, integers (counts) added up.
 
     Raises:
-      ValueError: when called, if the batch is not divisible, `loss_fn` returns something else, or the
-        parameters are not stored as the policy says.
+      ValueError: if an option is not one of those above; when called, if `axis_name` is not an axis of replicas, the
+        batch is not divisible, `loss_fn` returns something else, or the parameters are not stored as the policy says.
     """
     if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
         raise ValueError(f"accumulate_steps must be a positive whole number, got {accumulate_steps!r}.")
@@ -55,7 +59,11 @@ def make_train_step(
 
     @functools.lru_cache(maxsize=8)
     def grad_fn_under(policies: PolicyMap | None) -> Callable[..., Any]:
-        return gradients.value_and_unscaled_grad(loss_and_results, policies, axis_name=axis_name)
+        return gradients.value_and_unscaled_grad(
+            loss_and_results, policies, axis_name=axis_name, reduce_dtype=reduce_dtype
+        )
+
+    grad_fn_under(None)  # which checks the options now
 
     def step(state: TrainState, batch: Any, rng: Any = None) -> tuple[TrainState, Metrics]:
         if state.policy is not None:
@@ -68,12 +76,14 @@ def make_train_step(
             return (new, {"loss": loss} | metrics), grads
 
         model_state, metrics, grads = gradients.accumulate(
-            microbatch, accumulate_steps, state.model_state, batch, rng, axis_name
+            microbatch, accumulate_steps, state.model_state, batch, rng
         )
-        if axis_name is not None:
-            model_state, grads = gradients.average_over_axis((model_state, grads), axis_name)
-            metrics = gradients.combine_over_axis(metrics, axis_name)
-        finite = gradients.all_finite(grads)
+        grads = gradients.average(
+            grads, state.params, metrics["loss"], state.policy, state.loss_scale, axis_name, reduce_dtype
+        )
+        model_state = parallel.average_state(model_state, state.model_state, axis_name)
+        metrics = parallel.combine_metrics(metrics, axis_name)
+        finite = gradients.all_finite(grads, averaged_over=axis_name)
         ours = {
             "loss": metrics.pop("loss"),
             "grad_norm": gradients.global_norm(grads),

@@ -10,7 +10,7 @@ import pytest
 from optimizers import standard
 
 # Before anything asks for a device: replicas are tested on several, which share the cores of this machine.
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 8)
 
 # Most of the time goes into compiling small programs, many of them the same.
 jax.config.update(

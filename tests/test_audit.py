@@ -418,7 +418,7 @@ def test_a_finding_says_where_what_why_and_what_to_do():
     assert shown.startswith("error: mask-overflow in attention, forward, ")
     assert "test_audit.py:" in shown
     for part in (
-        "The constant 1e9 is outside of float16",
+        "The constant -1e9 is outside of float16",
         "float16[4,4]",
         "Why it matters: ",
         "What to do: ",

@@ -12,7 +12,7 @@ from programs import operand_dtypes
 from trees import FLOATS, floating_arrays, other_leaves, same, trees
 
 import mpjax
-from mpjax import gradients
+from mpjax import gradients, parallel
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
@@ -481,7 +481,7 @@ def test_a_products_gradient_is_averaged_over_replicas_under_a_half_policy(kind)
 
 def test_replicas_of_two_axes_are_averaged_over_both():
     average = jax.vmap(
-        jax.vmap(lambda x: gradients.average_over_axis({"w": x}, ("i", "j")), axis_name="j"), axis_name="i"
+        jax.vmap(lambda x: parallel.average_state({"w": x}, None, ("i", "j")), axis_name="j"), axis_name="i"
     )
     np.testing.assert_array_equal(average(jnp.arange(6.0).reshape(2, 3))["w"], np.full((2, 3), 2.5))
 
@@ -490,7 +490,8 @@ def test_replicas_of_two_axes_are_averaged_over_both():
 def test_averaging_leaves_counters_bools_and_keys_alone(kind):
     def average(w, n, key):
         del w
-        return gradients.average_over_axis({"n": n, "flag": n > 1, "key": key}, "i")
+        before = {"n": jnp.int32(6), "flag": jnp.asarray(True), "key": key}
+        return parallel.average_state({"n": n, "flag": n > 1, "key": key}, before, "i")
 
     keys = jax.random.split(jax.random.key(0), 4)
     out = replicated(average, kind, 2)(jnp.ones(1), jnp.full(4, 7), keys)
@@ -504,7 +505,7 @@ def test_averaging_leaves_counters_bools_and_keys_alone(kind):
 def test_metrics_of_replicas_are_averaged_counted_and_combined(kind):
     def combine(w, loss, correct, ok):
         del w
-        return gradients.combine_over_axis({"loss": loss, "correct": correct, "ok": ok}, "i")
+        return parallel.combine_metrics({"loss": loss, "correct": correct, "ok": ok}, "i")
 
     out = replicated(combine, kind, 3)(
         jnp.ones(1),
@@ -634,7 +635,9 @@ def test_what_fp8_layers_hand_back_is_not_unscaled():
 
 
 def test_what_fp8_layers_hand_back_is_the_largest_of_all_replicas_not_their_mean():
-    average = jax.vmap(lambda x: gradients.average_over_axis({"params": x, OVERWRITE: x}, "i"), axis_name="i")
+    average = jax.vmap(
+        lambda x: parallel.average_state({"params": x, OVERWRITE: x}, None, "i"), axis_name="i"
+    )
     out = average(jnp.asarray([1.0, 2.0, 6.0]))
     np.testing.assert_array_equal(out["params"], [3.0] * 3)
     np.testing.assert_array_equal(out[OVERWRITE], [6.0] * 3)

@@ -73,7 +73,7 @@ def test_explain_prints_the_policy_table(capsys):
             ["audit", "no_such_module:f"],
             "'no_such_module' of 'no_such_module:f' does not import: No module named",
         ),
-        (["audit", f"{HERE}:missing"], "'planted.targets' has no function 'missing'; it has broken, clean,"),
+        (["audit", f"{HERE}:missing"], "'planted.targets' has no function 'missing'; it has alone, broken,"),
         (["audit", f"{HERE}:VALUE"], "'planted.targets' has no function 'VALUE'"),
         (
             ["audit", f"{HERE}:no_pair"],
@@ -89,6 +89,11 @@ def test_explain_prints_the_policy_table(capsys):
             "Unknown kind of finding 'maks'. It must be * or one of",
         ),
         (["explain", f"{HERE}:no_pair", "--policy", "bf16"], "must return a Flax model"),
+        (
+            ["explain", f"{HERE}:alone", "--policy", "bf16"],
+            "return (model, example inputs…), of which shapes",
+        ),
+        (["audit", f"{HERE}:leaves"], "'planted.targets:leaves' ended the program (status 0)"),
         (["explain", f"{HERE}:model", "--policy", '{"a": 1}'], "policy"),
     ],
 )
@@ -98,6 +103,14 @@ def test_what_cannot_be_done_is_one_line_and_status_2(capsys, argv, message):
     assert err.startswith("error: ")
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_a_script_that_ends_when_it_is_imported_is_no_clean_audit(capsys, tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text("import sys\n\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    status, out, err = run(capsys, "audit", "script:program")
+    assert (status, out) == (2, "")
+    assert "'script' of 'script:program' ends the program when it is imported (status 0)" in err
 
 
 def test_the_error_of_a_program_that_does_not_trace_is_shown_as_its_own(capsys):

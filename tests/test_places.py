@@ -385,3 +385,34 @@ def test_an_audit_within_an_audit_keeps_its_marks_to_itself():
     found = mpjax.audit(outer, params, X)
     assert {p.module for p in found.products} == {"enc", "dec"}
     assert {p.module for p in inner[0].products} == {""}
+
+
+# ------------------------------------------------------------------------- patterns that match no module
+
+
+def test_modules_that_do_not_run_are_modules_of_the_model():
+    model = Coder()
+    params = jax.eval_shape(model.init, jax.random.key(0), X)
+    policies = {"dec": "float32", "*": BF16}
+    encode = mpjax.autocast(lambda params, x: model.apply(params, x, method="encode"), policies)
+    assert not mpjax.audit(encode, params, X, policies=policies).errors
+
+
+def test_modules_of_nnx_that_do_not_run_are_modules_of_the_model():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.used, self.unused = (nnx.Linear(8, 8, rngs=rngs) for _ in range(2))
+
+        def __call__(self, x):
+            return self.used(x)
+
+    policies = {"unused": "float32", "*": BF16}
+    model = mpjax.nnx.apply_policy(Model(nnx.Rngs(0)), policies)
+    assert not mpjax.audit(lambda model, x: model(x), model, X, policies=policies).errors
+
+
+def test_a_class_that_no_module_has_is_an_error():
+    model = Net()
+    params = jax.eval_shape(model.init, jax.random.key(0), X)
+    with pytest.raises(ValueError, match=r"Policy pattern 'class:.*Conv' governs no module"):
+        mpjax.audit(linen_loss(model), params, X, policies={nn.Conv: "float32", "*": BF16})

@@ -277,8 +277,26 @@ def test_a_changing_loop_carry_is_explained_with_module_dtypes_and_ways_out() ->
     assert "module 'loop' (Recurrence)" in note
     assert "policy 'p=full,c=bf16,o=full'" in note
     assert "one side is float32, the other bfloat16" in note
-    assert "start the loop's carry in the compute dtype (bfloat16)" in note
+    assert "start the loop's carry in bfloat16, what the body makes of it" in note
     assert "PolicyMap" in note
+
+
+def test_the_note_names_the_dtype_that_the_body_makes_also_where_it_is_the_wide_one() -> None:
+    def fn(x: jax.Array) -> jax.Array:
+        start = jnp.zeros((4, 4), jnp.bfloat16)
+        return lax.scan(lambda c, _: (jnp.tanh(c @ x), None), start, None, length=2)[0]
+
+    with pytest.raises(TypeError) as error:
+        autocast(fn, BF16)(X)
+    (note,) = [n for n in error.value.__notes__ if n.startswith("mpjax:")]
+    assert "start the loop's carry in float32, what the body makes of it" in note
+
+
+def test_branches_that_differ_are_explained_in_their_own_words() -> None:
+    with pytest.raises(TypeError) as error:
+        autocast(lambda x: lax.cond(x[0, 0] > 0, lambda: lax.dot(x, x), lambda: x), BF16)(X)
+    (note,) = [n for n in error.value.__notes__ if n.startswith("mpjax:")]
+    assert "cast what the branches return to one dtype with `.astype`" in note
 
 
 def test_the_ways_out_that_the_note_names_work() -> None:

@@ -157,3 +157,39 @@ def test_the_state_that_is_given_stays_as_it_is():
 def test_something_that_is_no_state_is_refused():
     with pytest.raises(TypeError, match="expects a state with the fields of a TrainState, got dict"):
         testing.assert_skips_cleanly(STEP, {"w": W}, X)
+
+
+def test_a_function_without_a_product_shows_nothing_about_a_policy():
+    with pytest.raises(AssertionError, match="sin has no product or convolution"):
+        testing.assert_policy_holds(jnp.sin, jnp.ones(3), policies="bfloat16")
+
+
+def test_a_policy_with_a_misspelt_pattern_is_refused():
+    with pytest.raises(ValueError, match="'haed' governs no module"):
+        testing.assert_policy_holds(
+            lambda x: x @ x, jnp.ones((3, 3)), policies={"haed": "float32", "*": "float32"}
+        )
+
+
+def test_a_step_whose_loss_scale_has_still_to_find_its_range_skips_cleanly():
+    state = mpjax.TrainState.create(
+        apply_fn=None, params={"w": jnp.ones((4, 4))}, tx=optax.adam(1e-3), policy="p=f32,c=f16,o=f32"
+    )
+    step = mpjax.make_train_step(lambda p, x, rng: jnp.mean((100 * (x @ p["w"])) ** 2))
+    batch = jnp.ones((8, 4))
+    assert not step(state, batch)[1]["finite"]
+    testing.assert_skips_cleanly(step, state, batch)
+
+
+def test_a_batch_that_is_never_finite_proves_nothing_about_a_skip():
+    state = mpjax.TrainState.create(
+        apply_fn=None, params={"w": jnp.ones(4)}, tx=optax.sgd(0.1), loss_scale=mpjax.DynamicLossScale()
+    )
+    step = mpjax.make_train_step(lambda p, x, rng: jnp.sum(p["w"] * x))
+    with pytest.raises(AssertionError, match="changed no parameter on a good batch"):
+        testing.assert_skips_cleanly(step, state, jnp.full(4, jnp.inf))
+
+
+def test_a_step_without_arguments_is_refused():
+    with pytest.raises(TypeError, match="its state first, got none"):
+        testing.assert_traces_once(lambda state: state)

@@ -212,10 +212,10 @@ def test_an_overflow_by_the_scale_is_skipped_and_halved_until_gradients_fit():
     for _ in range(8):
         state, metrics = step(state, GOOD)
         scales += [float(metrics["loss_scale"])] if metrics["finite"] else []
-    # The gradient of w sums to 3, and 3 · 2^15 is above 65504.
-    assert scales[0] == 2.0**14
-    assert int(state.skipped) == 6
-    np.testing.assert_array_equal(state.params["w"], [[1 - 2.0 * 2], [1 - 3.0 * 2]])
+    # Half the scale reaches each of the two rows, and 2^16 is above 65504. The gradient itself is float32.
+    assert scales[0] == 2.0**16
+    assert int(state.skipped) == 4
+    np.testing.assert_array_equal(state.params["w"], [[1 - 2.0 * 4], [1 - 3.0 * 4]])
 
 
 def test_without_a_loss_scale_a_bad_step_is_skipped_too():
@@ -528,7 +528,8 @@ def on_replicas(step, kind, state, batch):
     """State and metrics after a step, each leaf with a first axis for the replicas."""
     if kind == "pmap":
         batch = jax.tree.map(lambda x: x.reshape(REPLICAS, -1, *x.shape[1:]), batch)
-        return jax.pmap(step, axis_name="i")(flax.jax_utils.replicate(state), batch)
+        state = flax.jax_utils.replicate(state, jax.local_devices()[:REPLICAS])
+        return jax.pmap(step, axis_name="i")(state, batch)
     mesh = Mesh(np.asarray(jax.devices()[:REPLICAS]), ("i",))
 
     def block(state, batch):

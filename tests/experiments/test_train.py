@@ -12,7 +12,7 @@ import pytest
 from tiny import TINY_GPT, TINY_RESNET, Command
 
 from experiments import loop, session
-from experiments.checkpoints import Checkpoints
+from mpjax.checkpoint import Checkpoints
 
 
 @pytest.fixture
@@ -30,32 +30,38 @@ def final_state(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return states
 
 
-def interrupt_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sends Ctrl-C in the logging point of a step."""
+def interrupt_after(
+    step: int, monkeypatch: pytest.MonkeyPatch, number: signal.Signals = signal.SIGINT
+) -> None:
+    """Sends Ctrl-C, or another signal, in the logging point of a step."""
     logged = session._Watch.logged
 
     def logged_then_interrupted(self: Any, records: Any, *args: Any) -> None:
         logged(self, records, *args)
         if records[-1]["step"] == step:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
 
     monkeypatch.setattr(session._Watch, "logged", logged_then_interrupted)
 
 
 @pytest.mark.parametrize(
-    "argv", [[*TINY_GPT, "--model.dropout", "0.1", "--policy", "mixed_float16"], TINY_RESNET]
+    ("argv", "number", "status"),
+    [
+        ([*TINY_GPT, "--model.dropout", "0.1", "--policy", "mixed_float16"], signal.SIGINT, 130),
+        (TINY_RESNET, signal.SIGTERM, 0),
+    ],
 )
 def test_an_interrupted_and_resumed_run_ends_bit_identical_to_an_uninterrupted_one(
-    argv: list[str], command: Command, final_state: list[Any]
+    argv: list[str], number: signal.Signals, status: int, command: Command, final_state: list[Any]
 ) -> None:
     argv = [*argv, "--steps", "9"]
     whole = command(*argv, out="whole")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        interrupt_after(6, monkeypatch)
+        interrupt_after(6, monkeypatch, number)
         stopped = command(*argv)
     resumed = command(*argv)
 
-    assert (whole.status, stopped.status, resumed.status) == (0, 130, 0)
+    assert (whole.status, stopped.status, resumed.status) == (0, status, 0)
     assert [int(s.step) for s in final_state] == [9, 7, 9]
     for field in ("params", "opt_state", "model_state", "loss_scale", "skipped"):
         a, b = getattr(final_state[0], field), getattr(final_state[2], field)
@@ -152,12 +158,12 @@ def test_a_checkpoint_of_another_policy_is_refused(command: Command) -> None:
     assert "was trained with policy 'p=full,c=full,o=full', this run asks for 'p=full,c=bf16" in other.error
 
 
-def test_only_the_last_three_checkpoints_are_kept(command: Command) -> None:
-    run = command(*TINY_RESNET, "--steps", "6", "--checkpoint-every", "1")
-    assert sorted(p.name for p in (run.directory / "checkpoints").iterdir()) == ["4", "5", "6"]
-    checkpoints = Checkpoints(run.directory / "checkpoints")
-    assert checkpoints.latest == 6
-    checkpoints.close()
+def test_the_last_three_checkpoints_are_kept_and_the_best(command: Command) -> None:
+    run = command(*TINY_RESNET, "--steps", "6", "--checkpoint-every", "1", "--eval-every", "2", "--lr", "0.5")
+    with Checkpoints(run.directory / "checkpoints", metric="val_loss") as checkpoints:
+        assert checkpoints.best is not None
+        assert checkpoints.steps == sorted({checkpoints.best, 4, 5, 6})
+        assert set(checkpoints.info(6).metrics) == {"val_loss", "val_accuracy"}
 
 
 def test_a_policy_map_comes_from_a_json_file_and_goes_into_the_config(

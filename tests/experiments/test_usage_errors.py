@@ -18,6 +18,7 @@ from experiments import compare
         ("--policy no.json", "--policy 'no.json' cannot be read (No such file or directory)"),
         ("--loss-scale -2", "auto, none, dynamic or a positive number such as 1024, got '-2'"),
         ("--loss-scale fast", "auto, none, dynamic or a positive number such as 1024, got 'fast'"),
+        ("--loss-scale 1e39", "--loss-scale 1e39: "),
         ("--accumulate-steps 3", "--batch-size 4 cannot be cut into --accumulate-steps 3"),
         ("--steps 0", "--steps must be at least 1, got 0"),
         ("--lr nan", "--lr must be a positive number such as 3e-3, got nan"),
@@ -27,6 +28,23 @@ from experiments import compare
         ("--data.validation 0", "--data.validation must be between 0 and 1, got 0.0"),
         ("--model.context 60000", "both parts need at least 60001"),
         ("--resume must", "--resume must: "),
+        ("--max-skipped 0", "--max-skipped must be at least 1, got 0"),
+        ("--fallback-policy f17", "--fallback-policy 'f17': "),
+        (
+            "--mesh data=2,rows=2",
+            "--mesh data=2,rows=2: 'rows=2' is not understood; expected axes data, fsdp, model",
+        ),
+        ("--mesh data=0", "'data=0' is not understood"),
+        ("--mesh data=2,data=2", "'data=2' is not understood"),
+        (
+            "--mesh data=8,model=2",
+            "has 16 places for 8 devices; make the product of its sizes 8, or try it on a CPU",
+        ),
+        ("--mesh data=3", "cuts the batch into 3 parts, which --batch-size 4 is no multiple of"),
+        ("--mesh data=4 --accumulate-steps 2", "in --accumulate-steps 2 into 8 parts"),
+        ("--virtual-devices 3", "--virtual-devices 3 comes too late, as JAX has been used: there are 8"),
+        ("--processes 2", "--processes 2 needs --process-id I and --coordinator HOST:PORT as well"),
+        ("--processes 2 --process-id 2 --coordinator x:1", "--process-id must be from 0 to 1, got 2"),
     ],
 )
 def test_a_wrong_value_is_quoted_with_the_way_out(options: str, message: str, command: Command) -> None:
@@ -52,6 +70,13 @@ def test_a_json_file_that_holds_no_map_is_refused(command: Command, tmp_path: Pa
     for content, message in (("[1]", "must hold an object"), ("{", "is not valid JSON")):
         path.write_text(content)
         assert message in command(*TINY_GPT, "--policy", str(path)).error
+
+
+def test_a_directory_that_cannot_be_made_is_refused(command: Command) -> None:
+    (command.directory / "file").write_text("")
+    run = command(*TINY_RESNET, out="file/run")
+    assert run.status == 2
+    assert "cannot be written to (Not a directory); give another directory" in run.error
 
 
 def test_a_file_is_no_output_directory(command: Command) -> None:

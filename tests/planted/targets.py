@@ -1,5 +1,6 @@
 """What the command line is pointed at."""
 
+import sys
 from typing import Any
 
 import flax.linen as nn
@@ -33,3 +34,11 @@ def text() -> tuple[Any, ...]:
 
 def model() -> tuple[Any, ...]:
     return nn.Sequential([nn.Dense(4), nn.relu, nn.Dense(2)]), jnp.ones((1, 3))
+
+
+def alone() -> Any:
+    return nn.Dense(2)
+
+
+def leaves() -> Any:
+    sys.exit(0)

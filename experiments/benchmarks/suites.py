@@ -1,0 +1,222 @@
+"""The suites: each returns rows, which `show` prints and draws.
+
+A row has a `group`, a `name`, ratios and `seconds` with their quartiles, and what else the suite counts.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from experiments import measure
+from experiments.benchmarks import options, problems, steps
+from experiments.benchmarks.problems import Problem
+from experiments.benchmarks.steps import Contender
+from experiments.benchmarks.timing import Compiled, Row, by_turns, measure_steps, ratio, spread
+from experiments.errors import UsageError
+
+DTYPES = ("float32", "bfloat16", "float16")
+Say = Callable[[str], None]
+
+
+def loss_scale(suite: options.LossScale, say: Say) -> list[Row]:
+    """Dynamic loss scaling where nearly all of the step is the optimizer."""
+    problem = problems.mlp(suite.layers, suite.width, suite.batch)
+    assert problem.by_hand is not None
+    by_hand = problem.by_hand(jnp.float16)
+    base = "unscaled, by hand"
+    contenders = [
+        steps.unscaled(problem, by_hand, base),
+        steps.dynamic_by_hand(problem, by_hand),
+        steps.mpjax_step(problem, "float16"),
+        steps.jmp_step(problem, "float16"),
+        steps.flax_step(problem, "float16"),
+    ]
+    if steps.has_mpx():
+        contenders.append(steps.mpx_step(problem))
+    else:
+        say("mpx is left out: it needs pip install -e '.[bench]'")
+    compiled = {c.name: Compiled(c, problem.batch) for c in contenders}
+    rows = measure_steps(compiled, suite.rounds, {"over unscaled": lambda name: base})
+    return [{"group": "float16", "name": name} | row for name, row in rows.items()]
+
+
+def gpt(suite: options.GPT, say: Say) -> list[Row]:
+    """The whole step of a GPT."""
+    del say
+    problem = problems.gpt(suite.layers, suite.width, suite.batch, suite.length, suite.vocabulary)
+    return _precisions(problem, suite.rounds)
+
+
+def resnet(suite: options.ResNet, say: Say) -> list[Row]:
+    """The whole step of a residual network."""
+    del say
+    return _precisions(problems.resnet(suite.blocks, suite.channels, suite.batch, suite.size), suite.rounds)
+
+
+def _precisions(problem: Problem, rounds: int) -> list[Row]:
+    """Every library in every precision; the base is by hand where that exists, else Flax with dtypes by hand."""
+    found = {f"{dtype} {c.name}": (dtype, c) for dtype in DTYPES for c in _libraries(problem, dtype)}
+    bar = "Flax" if problem.by_hand is None else "by hand"
+    compiled = {name: Compiled(c, problem.batch) for name, (_, c) in found.items()}
+    bases: dict[str, Callable[[str], str]] = {
+        "over float32": lambda name: f"float32 {bar}",
+        f"over {bar}": lambda name: f"{found[name][0]} {bar}",
+    }
+    rows = measure_steps(compiled, rounds, bases)
+    return [
+        {"group": dtype, "name": c.name} | rows[name] | {"saved_bytes": _saved_bytes(c, problem)}
+        for name, (dtype, c) in found.items()
+    ]
+
+
+def _libraries(problem: Problem, dtype: str) -> Iterator[Contender]:
+    yield steps.mpjax_step(problem, dtype)
+    if problem.by_hand is not None:
+        by_hand = problem.by_hand(jnp.dtype(dtype))
+        dynamic = dtype == "float16"
+        yield (
+            steps.dynamic_by_hand(problem, by_hand)
+            if dynamic
+            else steps.unscaled(problem, by_hand, "by hand")
+        )
+    if dtype != "float32" or problem.by_hand is None:
+        yield steps.flax_step(problem, dtype)
+        yield steps.jmp_step(problem, dtype)
+
+
+def _saved_bytes(contender: Contender, problem: Problem) -> int:
+    loss = contender.loss
+    assert loss is not None
+    return measure.saved_bytes(
+        lambda *args: loss(*args)[0], problem.params, problem.model_state, problem.batch
+    )
+
+
+def trace(suite: options.Trace, say: Say) -> list[Row]:
+    """Tracing, lowering and compiling; and what an operation costs when no policy is active."""
+    rows: list[Row] = []
+    for layers in suite.layers:
+        for scanned in (False, True):
+            group = f"{layers} layers{', scanned' if scanned else ''}"
+            say(group)
+            problem = problems.gpt(layers, 64, 2, 16, 64, scanned=scanned)
+            contenders = [steps.flax_step(problem, "bfloat16"), steps.mpjax_step(problem, "bfloat16")]
+            rows += _stages(group, contenders, problem.batch, suite.rounds)
+    return rows + _bind_costs(suite.binds, suite.rounds)
+
+
+def _stages(group: str, contenders: list[Contender], batch: Any, rounds: int) -> list[Row]:
+    """One row per contender and stage, each over the first contender."""
+    carries = {c.name: jax.eval_shape(c.carry) for c in contenders}
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for i in range(rounds + 1):
+        for c in contenders:
+            jax.clear_caches()
+            start = time.perf_counter()
+            traced = jax.jit(c.step, donate_argnums=0).trace(carries[c.name], batch)
+            after_trace = time.perf_counter()
+            lowered = traced.lower()
+            after_lower = time.perf_counter()
+            if i == 0:  # the first round warms up what is not cached by JAX, and is not worth compiling for
+                continue
+            lowered.compile()
+            times = (after_trace - start, after_lower - after_trace, time.perf_counter() - after_lower)
+            for stage, t in zip(("trace", "lower", "compile"), times, strict=True):
+                seconds.setdefault((c.name, stage), []).append(t)
+            seconds.setdefault((c.name, "all"), []).append(sum(times))
+    base = contenders[0].name
+    return [
+        {
+            "group": group,
+            "name": f"{name}, {stage}",
+            f"over {base}": ratio(values, seconds[base, stage]),
+            "seconds": spread(values),
+        }
+        for (name, stage), values in seconds.items()
+    ]
+
+
+def _bind_costs(binds: int, rounds: int) -> list[Row]:
+    """What mpjax's wrapper adds to one operation while no policy is active."""
+    x = jnp.ones((2, 2))
+    rows = []
+    for name, fn in (("add", jnp.add), ("exp", lambda x, _: jnp.exp(x)), ("dot_general", jax.lax.dot)):
+        *_, eqn = jax.make_jaxpr(fn)(x, x).eqns
+
+        def traced(bind: Any, eqn: Any = eqn) -> None:
+            def many(x: jax.Array) -> None:
+                for _ in range(binds):
+                    bind(*[x] * len(eqn.invars), **eqn.params)
+
+            jax.make_jaxpr(many)(x)
+
+        wrapped, own = eqn.primitive.bind, eqn.primitive.bind.args[0]
+        seconds = by_turns(
+            {"JAX": functools.partial(traced, own), "mpjax": functools.partial(traced, wrapped)}, 5 * rounds
+        )
+        added = [(b - a) / binds for a, b in zip(seconds["JAX"], seconds["mpjax"], strict=True)]
+        rows.append(
+            {
+                "group": "one operation, no policy active",
+                "name": f"{name}, added by mpjax",
+                "over JAX": ratio(seconds["mpjax"], seconds["JAX"]),
+                "seconds": spread(added),
+            }
+        )
+    return rows
+
+
+def scaling(suite: options.Scaling, say: Say) -> list[Row]:
+    """What policy, scale and finite check add as parameters and devices grow."""
+    rows = []
+    for parameters in suite.parameters:
+        say(f"{parameters:.0e} parameters")
+        runs = parameters <= suite.largest
+        problem = problems.mlp(4, round((parameters / 4) ** 0.5), 16, abstract=not runs)
+        compiled = {c.name: Compiled(c, problem.batch) for c in _bare_and_ours(problem)}
+        rows += _added(f"{parameters:.0e} parameters", compiled, suite.rounds if runs else 0)
+    for kind, spec in (("replicated", P()), ("sharded", P("data"))):
+        for devices in suite.devices:
+            if devices > jax.device_count():
+                raise UsageError(
+                    f"--devices {devices} are more than the {jax.device_count()} of this machine"
+                )
+            group = f"{devices} devices, {kind} parameters"
+            say(group)
+            rows += _over_devices(group, devices, spec, suite.rounds)
+    return rows
+
+
+def _over_devices(group: str, devices: int, spec: P, rounds: int) -> list[Row]:
+    mesh = Mesh(jax.devices()[:devices], ("data",), axis_types=(AxisType.Auto,))
+    problem = problems.mlp(4, 256, 8 * devices)
+    batch = jax.device_put(problem.batch, NamedSharding(mesh, P("data")))
+
+    def shardings(carry: Any) -> Any:
+        return jax.tree.map(lambda x: NamedSharding(mesh, spec if x.ndim > 1 else P()), carry)
+
+    return _added(group, {c.name: Compiled(c, batch, shardings) for c in _bare_and_ours(problem)}, rounds)
+
+
+def _bare_and_ours(problem: Problem) -> list[Contender]:
+    assert problem.by_hand is not None
+    bare = steps.unscaled(problem, problem.by_hand(jnp.float16), "unscaled")
+    return [bare, steps.mpjax_step(problem, "float16")]
+
+
+def _added(group: str, compiled: dict[str, Compiled], rounds: int) -> list[Row]:
+    """Over the unscaled step: the time, or with no rounds the bytes that the compiler counts."""
+    if rounds:
+        rows = measure_steps(compiled, rounds, {"over unscaled": lambda name: "unscaled"})
+    else:
+        rows = {name: c.costs() for name, c in compiled.items()}
+        bare = rows["unscaled"]["bytes_accessed"]
+        for row in rows.values():
+            row["bytes over unscaled"] = row["bytes_accessed"] / bare
+    return [{"group": group, "name": name} | row for name, row in rows.items()]
