@@ -10,7 +10,16 @@ import jax
 import jmp
 from flax import nnx
 
-from mpjax import check_casts, check_numbers, check_products, check_state, check_sums, costs, report
+from mpjax import (
+    check_casts,
+    check_numbers,
+    check_products,
+    check_state,
+    check_sums,
+    costs,
+    report,
+    residuals,
+)
 from mpjax.findings import ERROR, NOTE, SEVERITIES, Finding, Findings, Silenced, silence
 from mpjax.lowering import Lowering, check_platform, lower
 from mpjax.policy_map import PolicyMap, as_policy_map
@@ -60,7 +69,7 @@ class Casts:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """What the forward pass of one module makes and the backward pass takes, in bytes."""
+    """What the forward pass of one module makes and the backward pass takes, in bytes on all devices."""
 
     module: str
     dtype: str
@@ -276,8 +285,7 @@ def _casts(program: Program) -> tuple[Casts, ...]:
 
 
 def _saved(program: Program) -> tuple[Saved, ...]:
-    values = [(v, v.op) for v in costs.saved(program)]
-    total = _sum(((op.path, str(v.dtype)), v.nbytes) for v, op in values if op is not None)
+    total = _sum(((module, dtype), n) for module, dtype, n in residuals.saved(program))
     return tuple(Saved(module, dtype, n) for (module, dtype), n in total.items())
 
 

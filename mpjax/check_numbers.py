@@ -132,8 +132,7 @@ def _is_ruin(op: Op, operand: Value) -> bool:
 
 
 def _line_of(lost: LostConstant) -> Line:
-    frames = list(lost.frames)
-    return places.user_line(frames) or places.library_line(frames) or Line()
+    return places.line(list(lost.frames))
 
 
 def _is_same_call(lost: LostConstant, op: Op) -> bool:

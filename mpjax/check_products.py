@@ -48,30 +48,36 @@ def _expected(op: Op, found: Findings) -> np.dtype | None:
     )
     if asked_for or explicit or op.full_precision or op.phase == OPTIMIZER or _sums_nothing(op):
         return None
-    return policy_entry(found.policies, op.path, found.program.root)
+    return found.policies.policy(_entry(found.policies, op, found.program)).compute_dtype
 
 
 def check_governs(program: Program, policies: PolicyMap) -> None:
-    """Raises if a pattern matches no module of the program, as one that is misspelt does.
+    """Raises if an entry matches no module of the program, as one that is misspelt does.
 
     Raises:
       ValueError: naming the pattern and the closest paths.
     """
-    paths = {a for op in program.ops for a in ancestors(op.path)}
-    governed = {match for path in paths if (match := _match(policies, path, program.root)) is not None}
-    # Of modules with names of their own the program does not know the class.
-    classes = {i for i, (key, _) in enumerate(policies.entries) if key.startswith("class:")}
-    policies.check_governs(governed | classes, paths)
+    known = [
+        (a, classes.get(a)) for classes in program.classes.values() for p in classes for a in ancestors(p)
+    ]
+    others = {a for op in program.ops if op.model not in program.classes for a in ancestors(op.module)}
+    matches = {policies.match(path, cls) for path, cls in known}
+    matches |= {_match(policies, path, program.root) for path in others}
+    if not program.classes:  # of modules with names of their own the program does not know the class
+        matches |= {i for i, (key, _) in enumerate(policies.entries) if key.startswith("class:")}
+    policies.check_governs({m for m in matches if m is not None}, {path for path, _ in known} | others)
 
 
-def policy_entry(policies: PolicyMap, path: str, root: str | None) -> np.dtype:
-    """The compute dtype that a map gives to a path of the name stack."""
-    matches = (_match(policies, ancestor, root) for ancestor in ancestors(path))
-    return policies.policy(next((m for m in matches if m is not None), DEFAULT_ENTRY)).compute_dtype
+def _entry(policies: PolicyMap, op: Op, program: Program) -> int:
+    """The entry of a map that governs an operation."""
+    if (classes := program.classes.get(op.model)) is not None:
+        return policies.resolve(op.module, classes)
+    matches = (_match(policies, ancestor, program.root) for ancestor in ancestors(op.module))
+    return next((m for m in matches if m is not None), DEFAULT_ENTRY)
 
 
 def _match(policies: PolicyMap, path: str, root: str | None) -> int | None:
-    """The first entry that matches a path; classes are told by the name that Flax gives their modules."""
+    """The first entry that matches a path of names; classes are told by the name that Flax gives their modules."""
     name = re.sub(r"_\d+$", "", path.rpartition("/")[2]) or root or ""
     return next(
         (

@@ -1,5 +1,6 @@
 """What operations of a program cost: FLOPs of products, bytes of casts, bytes kept for the backward pass."""
 
+import functools
 import math
 from typing import Any
 
@@ -7,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax import dtypes
-from mpjax.places import BACKWARD, FORWARD
-from mpjax.programs import Op, Program, Value
+from mpjax.programs import Op, Value
 
 
 def flops(op: Op) -> int:
@@ -20,15 +20,52 @@ def flops(op: Op) -> int:
 
 def _multiplications(op: Op, lhs: Value, rhs: Value) -> int:
     params = op.eqn.params
-    results = math.prod(op.out.shape)
     if op.name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
-        return results * math.prod(lhs.shape[d] for d in contracted)
+        return math.prod(op.out.shape) * math.prod(lhs.shape[d] for d in contracted)
     if op.name == "conv_general_dilated":
-        kernel = math.prod(rhs.shape) // rhs.shape[params["dimension_numbers"].rhs_spec[0]]
-        # The zeros between the elements of a dilated input cost nothing that counts.
-        return results * kernel // math.prod(params["lhs_dilation"])
-    return math.prod(lhs.shape) * math.prod(rhs.shape[-1:])  # each row meets the matrix of its group
+        return _of_convolution(params, lhs, rhs, op.out)
+    # Each element on the left meets, in the one group that it belongs to, each of the free ones on the right.
+    numbers = params["ragged_dot_dimension_numbers"]
+    (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+    taken = {*contracted, *batch, *numbers.rhs_group_dimensions}
+    return math.prod(lhs.shape) * math.prod(d for i, d in enumerate(rhs.shape) if i not in taken)
+
+
+def _of_convolution(params: dict[str, Any], lhs: Value, rhs: Value, out: Value) -> int:
+    """Multiplications with numbers that are there: neither padding nor the zeros between those of a dilated input."""
+    _, features, *window = params["dimension_numbers"].rhs_spec
+    _, _, *inputs = params["dimension_numbers"].lhs_spec
+    batch, channels, *results = params["dimension_numbers"].out_spec
+    total = out.shape[batch] * out.shape[channels] * rhs.shape[features]
+    for i in range(len(window)):
+        total *= _meetings(
+            lhs.shape[inputs[i]],
+            rhs.shape[window[i]],
+            out.shape[results[i]],
+            params["window_strides"][i],
+            params["padding"][i][0],
+            params["lhs_dilation"][i],
+            params["rhs_dilation"][i],
+        )
+    return total
+
+
+@functools.cache
+def _meetings(
+    size: int, window: int, results: int, stride: int, padding: int, dilation: int, window_dilation: int
+) -> int:
+    """How often, along one dimension of a convolution, an element of the window meets one of the input."""
+    (few, step), (many, jump) = sorted([(window, window_dilation), (results, stride)])
+    # Of the positions offset + jump * i those that hold an element: multiples of the dilation below the end.
+    period = dilation // math.gcd(dilation, jump)
+    met = 0
+    for offset in range(-padding, few * step - padding, step):
+        first, end = max(0, -(offset // jump)), min(many, -((offset - (size - 1) * dilation - 1) // jump))
+        hits = (i for i in range(first, min(end, first + period)) if (offset + jump * i) % dilation == 0)
+        if (start := next(hits, None)) is not None:
+            met += -((start - end) // period)
+    return met
 
 
 def operand_dtypes(op: Op) -> tuple[str, str]:
@@ -59,17 +96,6 @@ def is_cast(op: Op) -> bool:
         and is_floating(op.out)
         and op.ins[0].dtype != op.out.dtype
     )
-
-
-def saved(program: Program) -> list[Value]:
-    """The values that the forward pass makes and the backward pass takes."""
-    return [
-        value
-        for op in program.ops
-        if op.live and op.phase == FORWARD
-        for value in op.outs
-        if any(use.live and use.phase == BACKWARD for use in value.uses)
-    ]
 
 
 def result_bytes(op: Op) -> int:

@@ -148,7 +148,7 @@ def share(x: float) -> str:
 
 @dataclasses.dataclass
 class Findings:
-    """Collects findings; those at one line of one module that say the same become one."""
+    """Collects findings; those at one line of one module and phase that say the same become one."""
 
     program: Program
     policies: PolicyMap | None
@@ -181,7 +181,7 @@ class Findings:
           of: which of them.
         """
         line, module, phase = (op.line, op.path, op.phase) if op is not None else (Line(), "", "forward")
-        key = (kind, severity, module, line.file, line.line, message)
+        key = (kind, severity, module, phase, line.file, line.line, message)
         if cost is None:
             cost = costs.result_bytes(op) if op is not None else 0
         if key in self._found:

@@ -12,7 +12,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from mpjax import casting, regions
+from mpjax import casting, marks, regions
 from mpjax.autocast import Watch, module_hooks
 from mpjax.policy_map import ancestors
 
@@ -26,10 +26,7 @@ def _intercepted(watch: Watch) -> Iterator[None]:
         next_fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: nn.module.InterceptorContext
     ) -> Any:
         region = regions.current()
-        # Flax lifts a function over a module (`nn.scan(lambda cell, carry, x: …)`) as if it were a method of it,
-        # but it is code of the caller.
-        is_method = callable(getattr(type(context.module), context.method_name, None))
-        if region is None or region.forced or not is_method or context.method_name == "setup":
+        if region is None or region.forced or not _is_method(context) or context.method_name == "setup":
             return next_fun(*args, **kwargs)
         return _call(next_fun, args, kwargs, context, region, watch)
 
@@ -38,6 +35,51 @@ def _intercepted(watch: Watch) -> Iterator[None]:
 
 
 module_hooks.append(_intercepted)
+
+
+def _is_method(context: nn.module.InterceptorContext) -> bool:
+    """Flax lifts a function over a module (`nn.scan(lambda cell, carry, x: …)`) as if it were a method of it.
+
+    But it is code of the caller.
+    """
+    return callable(getattr(type(context.module), context.method_name, None))
+
+
+@contextlib.contextmanager
+def _marked() -> Iterator[None]:
+    """Marks what modules trace for an audit."""
+
+    def interceptor(
+        next_fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: nn.module.InterceptorContext
+    ) -> Any:
+        module, caller = context.module, marks.innermost()
+        if not _is_method(context):
+            with marks.opened(caller):
+                return next_fun(*args, **kwargs)
+        path = "/".join(module.path)
+        mark = marks.Mark(_root(module, caller), path)
+        if caller is not None and caller.base is not None:  # a linen model inside of an nnx module
+            mark = marks.Mark(caller.root, f"{caller.base}/{path}".strip("/"), caller.base)
+        # The policy of a module of nnx governs the whole of a linen model inside of it.
+        if mark.base is None and not path:
+            marks.present(mark.root, _variable_paths(module))
+        with marks.opened(mark, type(module) if mark.base is None else None):
+            return next_fun(*args, **kwargs)
+
+    with nn.intercept_methods(interceptor):
+        yield
+
+
+marks.hooks.append(_marked)
+
+
+def _root(module: nn.Module, caller: marks.Mark | None) -> str:
+    """The class of the model: the caller's within lifted transformations, where modules lose their parents."""
+    while module.path and isinstance(module.parent, nn.Module):
+        module = module.parent
+    if module.path and caller is not None:
+        return caller.root
+    return "" if module.path else type(module).__name__
 
 
 def _call(
@@ -83,14 +125,19 @@ def _call(
 
 def _see_variables(module: nn.Module, region: regions.Region, watch: Watch) -> None:
     """Counts modules that were not called (a decoder, when only the encoder runs) as governed."""
+    for path in _variable_paths(module):
+        watch.paths.add(path)
+        entry = region.policies.match(path)
+        if entry is not None:
+            watch.governed.add(entry)
+
+
+def _variable_paths(module: nn.Module) -> Iterator[str]:
+    """The paths of the modules that have variables, and of those that they stand in."""
     flat, _ = jax.tree_util.tree_flatten_with_path(dict(module.variables))
     for keys, _ in flat:
         names = [str(k.key) for k in keys[1:] if isinstance(k, jax.tree_util.DictKey)]
-        for path in ancestors("/".join(names[:-1])):
-            watch.paths.add(path)
-            entry = region.policies.match(path)
-            if entry is not None:
-                watch.governed.add(entry)
+        yield from ancestors("/".join(names[:-1]))
 
 
 def _own_variables(module: nn.Module, collection: str) -> dict[str, Any]:

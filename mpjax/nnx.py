@@ -19,7 +19,7 @@ import optax
 from flax import nnx
 from flax.nnx.nn import recurrent
 
-from mpjax import casting, dtypes, gradients, parallel, regions
+from mpjax import casting, dtypes, gradients, marks, parallel, regions
 from mpjax.autocast import Watch, module_hooks, under
 from mpjax.loss_scale import as_loss_scale, check_loss_scale, loss_scale_for
 from mpjax.placement import placed
@@ -166,7 +166,8 @@ def _in_region(name: str, method: Any, governed: Governed, cls: type) -> Any:
         if isinstance(self, nnx.bridge.ToNNX):  # the linen modules in it follow, as one region
             bound = under(bound, governed.policies.policy(governed.entry))
         state = _state_dtypes(self)
-        with jax.named_scope(_relative_path(governed.path) or cls.__name__):
+        scope = jax.named_scope(_relative_path(governed.path) or cls.__name__)
+        with scope, marks.opened(_mark(self, governed.path, cls), cls):
             out = regions.call_module(
                 bound,
                 args,
@@ -184,6 +185,21 @@ def _in_region(name: str, method: Any, governed: Governed, cls: type) -> Any:
         return out
 
     return wrapper
+
+
+def _mark(self: nnx.Module, path: str, cls: type) -> marks.Mark:
+    """By which an audit knows whose operations it reads."""
+    caller = marks.innermost()
+    root = cls.__name__ if not path else caller.root if caller else ""
+    if caller is None:  # modules that do not run are modules of the model, too
+        marks.present(root, _governed_paths(self))
+    return marks.Mark(root, path, base=path if issubclass(cls, nnx.bridge.ToNNX) else None)
+
+
+def _governed_paths(model: nnx.Module) -> Iterator[str]:
+    for _, module in nnx.iter_modules(model):
+        if (governed := getattr(module, _ATTRIBUTE, None)) is not None:
+            yield governed.path
 
 
 def _relative_path(path: str) -> str:

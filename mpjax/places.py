@@ -15,6 +15,8 @@ import jaxlib
 import jmp
 import optax
 
+from mpjax import marks
+
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 
 _TRANSFORMATION = re.compile(r"\w+\(")
@@ -31,17 +33,16 @@ def _directory(module: Any) -> str:
     return os.path.dirname(module.__file__) + os.sep
 
 
-_INSTALLED = tuple(path + os.sep for path in sysconfig.get_paths().values())
+_PATHS = sysconfig.get_paths()
+_INSTALLED = tuple(path + os.sep for path in _PATHS.values())
+_SITE = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
 _MPJAX = os.path.dirname(__file__) + os.sep
 _JAX = (_directory(jax), _directory(jaxlib), _MPJAX, "<frozen", "<string>")
 _FLAX = _directory(flax)
 _LAYERS = (os.path.join(_FLAX, "nnx", "nn") + os.sep, os.path.join(_FLAX, "nnx", "helpers.py"))
-_LIBRARIES = (
-    *_JAX,
-    *(_directory(m) for m in (flax, optax, chex, jmp)),
-    sysconfig.get_paths()["stdlib"] + os.sep + "functools.py",
-    sysconfig.get_paths()["stdlib"] + os.sep + "contextlib.py",
-)
+# Wherever they are installed.
+_LIBRARIES = (*_JAX, *(_directory(m) for m in (flax, optax, chex, jmp)))
+_STANDARD = (_PATHS["stdlib"] + os.sep, _PATHS["platstdlib"] + os.sep)
 # Beyond this file lies whoever asked for the audit, not the program.
 _AUDIT = os.path.join(_MPJAX, "reading.py")
 _REGIONS = os.path.join(_MPJAX, "regions.py")
@@ -64,13 +65,17 @@ class Scope:
     """What a name stack says.
 
     Attributes:
-      path: module path as Flax spells it on the stack, the model's class first.
-      phase: forward or backward.
+      root: the class of the model; empty if the stack does not say it.
+      path: the module, and the scopes that were opened within it.
+      module: the path of the module alone, as a policy map matches it; None if no module has left its mark.
+      phase: forward, backward or optimizer.
       explicit: whether the stack itself names the phase.
       full_precision: whether the operation belongs to a function under `mpjax.full_precision`.
     """
 
+    root: str
     path: tuple[str, ...]
+    module: str | None
     phase: str
     explicit: bool
     full_precision: bool
@@ -78,21 +83,28 @@ class Scope:
 
 @functools.lru_cache(maxsize=100_000)
 def scope(stack: str) -> Scope:
-    """Reads a name stack such as `transpose(jvp(GPT))/blocks/0/attn.attend`."""
-    path: list[str] = []
-    for segment in _segments(stack):
-        names = _names(_TRANSFORMATION.sub("", segment).replace(")", ""))
-        # A rematerialised module appears twice: transpose(jvp(M))/jvp(M)/block.
-        repeated = bool(path) and "jvp(" in segment and names[: len(path)] == path
-        path = names if repeated else path + names
+    """Reads a name stack such as `transpose(jvp(GPT))/blocks/0/attn.attend`.
+
+    What modules have left their marks on it; of others the names that they open are all that is known.
+    """
+    marked = marks.last(stack)
+    outside = stack if marked is None else marked[0]
+    names = _path(outside)
+    root, path, module = "", names, None
+    if marked is not None:
+        _, mark, inside = marked
+        root, module = mark.root, mark.path
+        path = [name for name in (module, *_path(inside.lstrip(")"))) if name]
+    elif names and is_class_name(names[0]):
+        root, path = names[0], names[1:]
     phase = FORWARD
     if "transpose(" in stack:
         phase = BACKWARD
-    elif path[:1] == [OPTIMIZER]:
+    elif names[:1] == [OPTIMIZER]:
         phase = OPTIMIZER
-        path = path[1:]
+        path = path[1:] if module is None else path
     explicit = phase != FORWARD or "jvp(" in stack
-    return Scope(tuple(path), phase, explicit, "full_precision" in stack)
+    return Scope(root, tuple(path), module, phase, explicit, "full_precision" in stack)
 
 
 def join(outer: str, inner: str) -> str:
@@ -116,13 +128,29 @@ def frames(traceback: Any) -> list[Line]:
 
 
 def user_line(found: list[Line]) -> Line | None:
-    """The innermost frame that is neither JAX's nor Flax's, optax's or ours."""
-    return next((f for f in found if not f.file.startswith(_LIBRARIES)), None)
+    """The innermost frame of code that is not installed."""
+    return next((f for f in found if not _package(f.file)), None)
+
+
+def package_line(found: list[Line]) -> Line | None:
+    """The innermost frame of the installed package that the program itself belongs to, if it does to one."""
+    packages = (_package(f.file) for f in reversed(found))
+    own = next((package for package in packages if package not in (*_LIBRARIES, *_STANDARD)), "")
+    return next((f for f in found if f.file.startswith(own)), None) if own else None
 
 
 def library_line(found: list[Line]) -> Line | None:
     """The innermost frame outside of JAX and mpjax."""
     return next((f for f in found if not f.file.startswith(_JAX)), None)
+
+
+# The line that a person looks for, by preference.
+LINES = (user_line, package_line, library_line)
+
+
+def line(found: list[Line]) -> Line:
+    """The line that a person looks for in frames; an empty one if there is none."""
+    return next((chosen for choose in LINES if (chosen := choose(found)) is not None), Line())
 
 
 def called_classes(traceback: Any) -> tuple[str, ...]:
@@ -145,6 +173,30 @@ def hands_over(found: list[Line]) -> bool:
     return any(f.file == _REGIONS and f.function.startswith("hand_over") for f in ours)
 
 
+@functools.cache
+def _package(file: str) -> str:
+    """The directory, or the single file, of the installed package that a file belongs to; empty for a user's own."""
+    library = next((path for path in _LIBRARIES if file.startswith(path)), None)
+    if library is not None:
+        return library
+    site = _SITE.match(file)
+    if site is not None:
+        first, separator, _ = file[site.end() :].partition(os.sep)
+        return site[0] + first + separator
+    return next((path for path in _STANDARD if file.startswith(path)), "")
+
+
+def _path(stack: str) -> list[str]:
+    """The names on a stack, without those that transformations and JAX itself put there."""
+    path: list[str] = []
+    for segment in _segments(stack):
+        names = _names(_TRANSFORMATION.sub("", segment).replace(")", ""))
+        # A rematerialised module appears twice: transpose(jvp(M))/jvp(M)/block.
+        repeated = bool(path) and "jvp(" in segment and names[: len(path)] == path
+        path = names if repeated else path + names
+    return path
+
+
 def _segments(stack: str) -> list[str]:
     """The parts of a name stack between the slashes that no parenthesis encloses."""
     parts, depth, start = [], 0, 0
@@ -157,13 +209,18 @@ def _segments(stack: str) -> list[str]:
 
 
 def _names(segment: str) -> list[str]:
-    """The modules of a segment, without the method that linen adds to a name unless it is `__call__`."""
+    """The modules of a segment.
+
+    Of dotted names they are the class, as in Equinox's `eqx.nn.Linear`, or what stands before a method, as Flax has it.
+    """
     names: list[str] = []
     lifted = False
     for part in segment.split("/"):
         if not part or _NO_MODULE.fullmatch(part):
             continue
         name, _, method = part.partition(".")
+        if is_class_name(last := method.rpartition(".")[2]):
+            name, method = last, ""
         # What is lifted over a module (`nn.scan` of a function) is code of its caller, then calls the module.
         if not (lifted and names and names[-1] == name):
             names.append(name)

@@ -92,7 +92,7 @@ class PolicyMap:
                 return i
         return None
 
-    def resolve(self, path: str, classes: Mapping[str, type] | None = None) -> int:
+    def resolve(self, path: str, classes: Mapping[str, type | None] | None = None) -> int:
         """The entry that governs a module: its own match, else its nearest ancestor's, else the default.
 
         Args:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mpjax import places
+from mpjax.marks import Classes
 from mpjax.places import FORWARD, Line
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
@@ -70,15 +71,35 @@ class Op:
       ins: operands.
       outs: results.
       stack: the whole name stack.
-      count: how often it runs in one call of the program.
+      count: how often it runs in one call of the program, on all devices.
+      devices: how many devices it runs on at once, in a sharded function.
       call: the equation around it (jit, scan), of which the source line is asked if its own is not known.
-      path: module path; empty for the model itself and for plain functions.
+      path: module path, and the scopes within it; empty for the model itself and for plain functions. It starts with
+        the class of the model if the program has several.
+      module: the path as a policy map matches it.
+      model: the class of the model; empty if unknown.
       phase: forward, backward or optimizer.
       live: whether a result or an effect of the program depends on it.
       glue: whether it stands for what enters or leaves an inner jaxpr and computes nothing.
     """
 
-    __slots__ = ("call", "count", "eqn", "glue", "ins", "live", "name", "outs", "path", "phase", "stack")
+    __slots__ = (
+        *(
+            "call",
+            "count",
+            "devices",
+            "eqn",
+            "glue",
+            "ins",
+            "live",
+            "model",
+            "module",
+            "name",
+            "outs",
+            "path",
+        ),
+        *("phase", "stack"),
+    )
 
     def __init__(
         self, name: str, eqn: Any, ins: list[Value], stack: str, count: int, call: "Op | None", glue: bool
@@ -89,18 +110,19 @@ class Op:
         self.outs: list[Value] = []
         self.stack = stack
         self.count = count
+        self.devices = 1
         self.call = call
         self.glue = glue
         self.live = False
-        self.path = ""
+        self.path = self.module = self.model = ""
         self.phase = FORWARD
         for value in ins:
             value.uses.append(self)
 
     @property
     def line(self) -> Line:
-        """The user's source line."""
-        return self._line(places.user_line) or self._line(places.library_line) or Line()
+        """The user's source line; if all of the program is installed, that of the package that it belongs to."""
+        return next((line for choose in places.LINES if (line := self._line(choose)) is not None), Line())
 
     @property
     def full_precision(self) -> bool:
@@ -158,6 +180,7 @@ class Program:
       loops: all loops.
       lost: numbers that did not survive a cast in tracing.
       root: the class of the model, which paths leave out; None without or with several models.
+      classes: those of the modules that are known, by path, for each class of a model.
       jaxpr: what was read.
     """
 
@@ -169,6 +192,7 @@ class Program:
     loops: list[Loop]
     lost: list[LostConstant]
     root: str | None
+    classes: Classes
     jaxpr: Any
 
     def computing(self) -> Iterator[Op]:

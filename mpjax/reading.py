@@ -11,13 +11,15 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from mpjax import places
+from mpjax import marks, places
 from mpjax.places import BACKWARD, OPTIMIZER, Line
 from mpjax.programs import Loop, LostConstant, Op, Program, Value
 
 # Their inner jaxprs say how two numbers are combined, or are a kernel.
 _OPAQUE = ("pallas_call", "scatter", "reduce", "select_and", "argm", "sort", "all_reduce", "reduce_window")
 _LOOP = "loop"
+# Comparisons as distances between their sides: a < b is b - a > 0, a <= b is b - a + 1 > 0.
+_COMPARED = {"lt": (1, 0), "le": (1, 1), "gt": (-1, 0), "ge": (-1, 1)}
 # So many frames around a cast are looked through for the number that it cast.
 _NEAR = 4
 # Part of the key of JAX's caches: what was traced before is traced anew, as casts of numbers show in tracing only.
@@ -45,7 +47,7 @@ def read(fn: Callable[..., Any], args: tuple[Any, ...]) -> Program:
         if constant is not None:
             lost.append(constant)
 
-    with np.errstate(over="call", under="call", call=record):
+    with marks.recorded() as classes, np.errstate(over="call", under="call", call=record):
         jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
     reader = _Reader()
     flat = jax.tree_util.tree_flatten_with_path(args)[0]
@@ -58,7 +60,7 @@ def read(fn: Callable[..., Any], args: tuple[Any, ...]) -> Program:
     _mark_live(reader.ops, outputs)
     root = _attribute(reader.ops)
     abstract = jax.tree.unflatten(jax.tree.structure(args), [v.aval for v in inputs])
-    return Program(reader.ops, inputs, outputs, abstract, out, reader.loops, lost, root, jaxpr)
+    return Program(reader.ops, inputs, outputs, abstract, out, reader.loops, lost, root, classes, jaxpr)
 
 
 def _run_jaxprs(eqn: Any) -> list[Any]:
@@ -80,6 +82,7 @@ class _Reader:
     def __init__(self) -> None:
         self.ops: list[Op] = []
         self.loops: list[Loop] = []
+        self._devices = 1
 
     def read(self, jaxpr: Any, args: list[Value], prefix: str, count: int, call: Op | None) -> list[Value]:
         """Reads a jaxpr whose inputs are `args`, and returns its outputs."""
@@ -133,14 +136,17 @@ class _Reader:
     ) -> Op:
         op = Op(name, eqn, ins, stack, count, call, glue)
         op.outs = [Value(v.aval, op) for v in eqn.outvars]
-        self.ops.append(op)
-        return op
+        return self._listed(op)
 
     def _glue(self, around: Op, ins: list[Value], aval: Any, count: int, name: str) -> Value:
         op = Op(name, around.eqn, ins, around.stack, count, around.call, glue=True)
         op.outs = [Value(aval, op)]
+        return self._listed(op).out
+
+    def _listed(self, op: Op) -> Op:
+        op.devices = self._devices
         self.ops.append(op)
-        return op.out
+        return op
 
     def _carries(self, around: Op, start: list[Value], avals: list[Any], count: int) -> list[Value]:
         return [
@@ -182,8 +188,8 @@ class _Reader:
         params = around.eqn.params
         n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
         start = ins[n_cond + n_body :]
-        length = _trip_count(params["cond_jaxpr"], n_cond, start)
-        count = around.count * (length or 1)
+        length = _trip_count(around.eqn, ins)
+        count = around.count * (1 if length is None else length)
         body = getattr(params["body_jaxpr"], "jaxpr", params["body_jaxpr"])
         carry = self._carries(around, start, [v.aval for v in body.invars[n_body:]], count)
         (again,) = self.read(params["cond_jaxpr"], [*ins[:n_cond], *carry], around.stack, count, around)
@@ -207,12 +213,15 @@ class _Reader:
         params = around.eqn.params
         sizes = dict(params["mesh"].shape)
         axes = params.get("newly_manual_axes", params.get("manual_axes")) or sizes
-        count = around.count * math.prod(sizes[a] for a in axes)
+        devices = math.prod(sizes[a] for a in axes)
+        count = around.count * devices
         body = getattr(jaxpr, "jaxpr", jaxpr)
+        self._devices *= devices
         shards = [
             self._glue(around, [x], v.aval, count, "shard") for x, v in zip(ins, body.invars, strict=True)
         ]
         outs = self.read(jaxpr, shards, around.stack, count, around)
+        self._devices //= devices
         return [
             self._glue(around, [o], v.aval, around.count, "unshard")
             for o, v in zip(outs, around.eqn.outvars, strict=True)
@@ -232,16 +241,52 @@ def _ndim(var: Any) -> int:
     return len(getattr(var.aval, "shape", ()))
 
 
-def _trip_count(cond: Any, n_consts: int, start: list[Value]) -> int | None:
-    """How often a loop `i = a; while i < b: i += 1` runs, None for any other condition."""
-    jaxpr = getattr(cond, "jaxpr", cond)
-    if len(jaxpr.eqns) != 1 or jaxpr.eqns[0].primitive.name != "lt":
+def _trip_count(eqn: Any, ins: list[Value]) -> int | None:
+    """How often a loop such as `i = a; while i < b: i += c` over integers runs, None for any other."""
+    cond, body = (getattr(j, "jaxpr", j) for j in (eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]))
+    if len(cond.eqns) != 1 or cond.eqns[0].primitive.name not in _COMPARED:
         return None
-    counter, limit = jaxpr.eqns[0].invars
-    if isinstance(counter, Literal) or not isinstance(limit, Literal):
+    start = ins[eqn.params["cond_nconsts"] + eqn.params["body_nconsts"] :]
+    before, after = body.invars[eqn.params["body_nconsts"] :], body.outvars
+
+    def first_and_step(atom: Any) -> tuple[Any, Any]:
+        """What a side of the comparison starts with, and what each iteration adds to it."""
+        if isinstance(atom, Literal):
+            return _integer(atom.val), 0
+        i = cond.invars.index(atom) - eqn.params["cond_nconsts"]
+        if i < 0:
+            return _integer(ins[i + eqn.params["cond_nconsts"]].const), 0
+        return _integer(start[i].const), 0 if after[i] is before[i] else _step(body, before[i], after[i])
+
+    (left, left_step), (right, right_step) = map(first_and_step, cond.eqns[0].invars)
+    if None in (left, left_step, right, right_step):
         return None
-    first = start[jaxpr.invars.index(counter) - n_consts].const
-    return None if first is None else max(0, int(limit.val) - int(first))
+    # The loop runs as long as the distance is positive.
+    sign, least = _COMPARED[cond.eqns[0].primitive.name]
+    distance, change = sign * (right - left) + least, sign * (right_step - left_step)
+    if distance <= 0:
+        return 0
+    return -(distance // change) if change < 0 else None
+
+
+def _step(body: Any, before: Any, after: Any) -> int | None:
+    """The integer that the body of a loop adds to a carry."""
+    eqn = next((e for e in body.eqns if after in e.outvars), None)
+    if eqn is None or eqn.primitive.name not in ("add", "sub"):
+        return None
+    left, right = eqn.invars
+    if eqn.primitive.name == "add" and right is before:
+        left, right = right, left
+    if left is not before or not isinstance(right, Literal):
+        return None
+    step = _integer(right.val)
+    return -step if step is not None and eqn.primitive.name == "sub" else step
+
+
+def _integer(number: Any) -> int | None:
+    if number is None or isinstance(number, jax.core.Tracer) or np.ndim(number):
+        return None
+    return int(number) if np.issubdtype(np.result_type(number), np.integer) else None
 
 
 def _mark_live(ops: list[Op], outputs: list[Value]) -> None:
@@ -256,18 +301,9 @@ def _mark_live(ops: list[Op], outputs: list[Value]) -> None:
 def _attribute(ops: list[Op]) -> str | None:
     """Gives each operation its module path and phase, and returns the class of the one model, if it is one."""
     scopes = [places.scope(op.stack) for op in ops]
-    # In a program that is differentiated, what is neither forward nor backward belongs to no module.
-    differentiated = any(s.explicit for s in scopes)
-    paths = [
-        s.path or (_called_classes(op) if s.explicit or not differentiated else ())
-        for op, s in zip(ops, scopes, strict=True)
-    ]
-    roots = {path[0] for path in paths if path}
-    classes = {root for root in roots if places.is_class_name(root)}
-    root = classes.pop() if len(classes) == 1 else None
+    root = _place(ops, scopes)
     backward = any(scope.phase == BACKWARD for scope in scopes)
-    for op, scope, path in zip(ops, scopes, paths, strict=True):
-        op.path = "/".join(path[1:] if path[:1] == (root,) else path)
+    for op, scope in zip(ops, scopes, strict=True):
         op.phase = scope.phase
         if not scope.explicit and any(_follows(v) for v in op.ins):
             op.phase = OPTIMIZER
@@ -279,6 +315,30 @@ def _attribute(ops: list[Op]) -> str | None:
         elif backward:
             op.phase = OPTIMIZER
     return root
+
+
+def _place(ops: list[Op], scopes: list[places.Scope]) -> str | None:
+    """Gives each operation its module, and returns the class of the one model, if it is one."""
+    marked = any(s.module is not None for s in scopes)
+    # In a program that is differentiated, what is neither forward nor backward belongs to no module.
+    differentiated = any(s.explicit for s in scopes)
+    found: list[tuple[str, tuple[str, ...]]] = []
+    for op, s in zip(ops, scopes, strict=True):
+        classes: tuple[str, ...] = ()
+        if not (s.root or s.path or s.module is not None) and (s.explicit or not differentiated):
+            classes = _called_classes(op)
+        found.append((classes[0], classes[1:]) if classes else (s.root, s.path))
+    roots = {
+        root
+        for (root, _), s in zip(found, scopes, strict=True)
+        if root and (s.module is not None or not marked)
+    }
+    only = roots.pop() if len(roots) == 1 else None
+    for op, s, (root, path) in zip(ops, scopes, found, strict=True):
+        op.path = "/".join(path if root == only else ([root] if root else []) + list(path))
+        op.module = op.path if s.module is None else s.module
+        op.model = root
+    return only
 
 
 def _called_classes(op: Op) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""How an audit prints: in a terminal, with rich where it is installed, and in a notebook."""
+"""How an audit prints: in a terminal, in colours where rich is installed, and in a notebook."""
 
 import dataclasses
 import html as htmllib
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mpjax import tables
 from mpjax.findings import SEVERITIES, Finding, share
 
 if TYPE_CHECKING:
@@ -16,16 +17,17 @@ if TYPE_CHECKING:
 
 _HEADER = ("module", "products", "FLOPs", "share", "operands", "casts write", "saved for backward")
 _RIGHT = {"products", "FLOPs", "share", "casts write"}
+# Where cells may be broken in a narrow terminal.
+_BREAKS = dict.fromkeys(("operands", "saved for backward", "before", "after"), ", ") | {"what": " "}
+_TOTAL = "total"
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "dim"}
 _SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
 
 # Places of one kind of finding that are printed.
 _SHOWN = 6
 
-Rows = list[tuple[str, ...]]
 
-
-def rows(audit: "Audit") -> Rows:
+def rows(audit: "Audit") -> list[tables.Row]:
     """A row for each module, those that differ in a number of their path and nothing else together."""
     groups: dict[Any, list[str]] = {}
     flops, saved, casts, count = _by_module(audit)
@@ -34,7 +36,7 @@ def rows(audit: "Audit") -> Rows:
             continue
         dtypes = frozenset(flops.get(module, {})), frozenset(saved.get(module, {}))
         groups.setdefault((re.sub(r"\d+", "*", module), dtypes), []).append(module)
-    table: Rows = []
+    table: list[tables.Row] = []
     for (pattern, _), members in groups.items():
         name = members[0] if len(members) == 1 else f"{pattern} (×{len(members)})"
         own_flops = _merged(flops.get(m, {}) for m in members)
@@ -52,10 +54,10 @@ def rows(audit: "Audit") -> Rows:
     return table
 
 
-def total(audit: "Audit") -> tuple[str, ...]:
+def total(audit: "Audit") -> tables.Row:
     """The last row."""
     return (
-        "total",
+        _TOTAL,
         str(sum(p.count for p in audit.products)),
         quantity(audit.total_flops, "FLOP"),
         "",
@@ -83,7 +85,7 @@ def summary(findings: Sequence[Finding]) -> str:
 def text(audit: "Audit") -> str:
     """The audit as it prints in a terminal."""
     head = f"audit of {audit.name}: {summary(audit.findings)}"
-    table = _table(_HEADER, rows(audit), total(audit))
+    table = _table(_HEADER, rows(audit), [total(audit)])
     after = [*phases(audit), *_lowering(audit), *_finding_blocks(audit.findings)]
     return "\n".join([_coloured(head), table, *map(_coloured, after)])
 
@@ -163,7 +165,9 @@ class Diff:
         if not self:
             return "no difference"
         header = ("module", "what", "before", "after")
-        lines = [_table(header, list(self.changes[:-1]), self.changes[-1])] if self.changes else []
+        body = [change for change in self.changes if change[0] != _TOTAL]
+        whole = [change for change in self.changes if change[0] == _TOTAL]
+        lines = [_table(header, body, whole)] if self.changes else []
         for title, found in (("gone", self.gone), ("new", self.new)):
             lines += [f"{title}: {f.severity}: {f.kind} in {f.module or '(model)'}, {f.where}" for f in found]
         return "\n".join(lines)
@@ -186,9 +190,10 @@ class Diff:
 def diff(before: "Audit", after: "Audit") -> Diff:
     """See `Audit.diff`."""
     described = [_described(a) for a in (before, after)]
-    modules = dict.fromkeys([*described[0], *described[1]])
+    # What either has in all comes last, in whichever of them its modules come.
+    modules = [m for m in dict.fromkeys([*described[0], *described[1]]) if m != _TOTAL]
     changes = []
-    for module in modules:
+    for module in [*modules, _TOTAL]:
         olds, news = (d.get(module, {}) for d in described)
         for what in dict.fromkeys([*olds, *news]):
             old, new = olds.get(what, ""), news.get(what, "")
@@ -203,7 +208,7 @@ def diff(before: "Audit", after: "Audit") -> Diff:
 
 
 def _described(audit: "Audit") -> dict[str, dict[str, str]]:
-    """What is compared of each module, and of the whole under "total"."""
+    """What is compared of each module, and of the whole."""
     flops, saved, casts, _ = _by_module(audit)
     found: dict[str, dict[str, str]] = {}
     for module in audit.modules:
@@ -214,9 +219,7 @@ def _described(audit: "Audit") -> dict[str, dict[str, str]]:
             "saved for backward": _amounts(saved.get(module, {})),
         }
     whole = dict(zip(_HEADER, total(audit), strict=True))
-    found["total"] = {
-        name: whole[name] for name in ("operands", "FLOPs", "casts write", "saved for backward")
-    }
+    found[_TOTAL] = {name: whole[name] for name in ("operands", "FLOPs", "casts write", "saved for backward")}
     return found
 
 
@@ -292,23 +295,21 @@ def _coloured(line: str) -> str:
     return _printed(rich, rich["Text"].assemble((start, _COLOURS[start]), colon + rest))
 
 
-def _table(header: tuple[str, ...], body: Rows, last: tuple[str, ...]) -> str:
-    rich = _rich()
-    if rich is None:
-        return _plain_table(header, [*body, last])
-    table = rich["Table"](box=rich["box"].SIMPLE_HEAD, show_edge=False, show_footer=True, pad_edge=False)
-    for name, footer in zip(header, last, strict=True):
-        right = "right" if name in _RIGHT else "left"
-        table.add_column(name, footer=footer, justify=right, overflow="fold")
-    for row in body:
-        table.add_row(*row)
-    return _printed(rich, table)
+def _table(header: tables.Row, body: Sequence[tables.Row], last: Sequence[tables.Row]) -> str:
+    title, below = tables.table(header, body, last, right=_RIGHT, breaks=_BREAKS)
+    if sys.stdout.isatty() and (rich := _rich()) is not None:
+        title = _printed(rich, rich["Text"](title, "bold"))
+    return f"{title}\n{below}"
 
 
 def _printed(rich: dict[str, Any], renderable: Any) -> str:
     out = io.StringIO()
     console = rich["Console"](
-        file=out, width=_width(), force_terminal=sys.stdout.isatty(), highlight=False, markup=False
+        file=out,
+        width=shutil.get_terminal_size((120, 24)).columns,
+        force_terminal=sys.stdout.isatty(),
+        highlight=False,
+        markup=False,
     )
     console.print(renderable)
     return "\n".join(line.rstrip() for line in out.getvalue().rstrip("\n").split("\n"))
@@ -317,28 +318,8 @@ def _printed(rich: dict[str, Any], renderable: Any) -> str:
 def _rich() -> dict[str, Any] | None:
     """What is needed of rich, if it is installed."""
     try:
-        from rich import box
         from rich.console import Console
-        from rich.table import Table
         from rich.text import Text
     except ImportError:
         return None
-    return {"box": box, "Console": Console, "Table": Table, "Text": Text}
-
-
-def _plain_table(header: tuple[str, ...], lines: Rows) -> str:
-    widths = [max(len(row[i]) for row in (header, *lines)) for i in range(len(header))]
-
-    def line(row: tuple[str, ...]) -> str:
-        cells = (
-            cell.rjust(width) if name in _RIGHT else cell.ljust(width)
-            for name, cell, width in zip(header, row, widths, strict=True)
-        )
-        return "  ".join(cells).rstrip()
-
-    rule = "─" * (sum(widths) + 2 * len(widths) - 2)
-    return "\n".join([line(header), rule, *map(line, lines[:-1]), rule, line(lines[-1])])
-
-
-def _width() -> int:
-    return shutil.get_terminal_size((120, 24)).columns
+    return {"Console": Console, "Text": Text}

@@ -92,11 +92,11 @@ def test_flops_of_products_agree_with_xla_within_a_percent():
     assert audit(f, *args).total_flops == pytest.approx(analysis["flops"], rel=0.01)
 
 
-def test_flops_of_a_convolution_are_two_for_each_number_of_the_kernel_and_result():
+def test_flops_of_a_convolution_are_two_for_each_number_of_the_input_that_the_kernel_meets():
     def conv(x, kernel):
         return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
-    assert audit(conv, array(2, 8, 8, 3), array(3, 3, 3, 5)).total_flops == 2 * (2 * 8 * 8 * 5) * (3 * 3 * 3)
+    assert audit(conv, array(2, 8, 8, 3), array(3, 3, 3, 5)).total_flops == 2 * (2 * 3 * 5) * (8 + 7 + 7) ** 2
 
 
 def test_a_product_in_a_scan_counts_once_for_each_step():
