@@ -41,6 +41,7 @@ def test_a_missing_peer_is_left_out_with_a_message(tmp_path, capsys, monkeypatch
     assert "mpx is left out: it needs pip install -e '.[bench]'" in out
 
 
+@pytest.mark.slow
 def test_gpt_compares_every_precision_with_the_one_by_hand(tmp_path, capsys):
     content, _ = run("gpt", tmp_path, capsys)
     assert names(content) == {
@@ -51,11 +52,13 @@ def test_gpt_compares_every_precision_with_the_one_by_hand(tmp_path, capsys):
     assert content["machine"]["packages"]["jax"] == jax.__version__
 
 
+@pytest.mark.slow
 def test_resnet_compares_with_flax(tmp_path, capsys):
     content, _ = run("resnet", tmp_path, capsys)
     assert all({"over float32", "over Flax"} <= set(row) for row in content["rows"])
 
 
+@pytest.mark.slow
 def test_trace_times_every_stage_and_an_operation_without_a_policy(tmp_path, capsys):
     content, _ = run("trace", tmp_path, capsys)
     stages = ("trace", "lower", "compile", "all")
@@ -81,9 +84,13 @@ def test_scaling_counts_collectives_and_costs_what_it_does_not_run(tmp_path, cap
     assert sharded[1] <= sharded[0] + 1
 
 
-def test_gpu_asks_for_a_gpu_and_runs_small_without(tmp_path, capsys):
+def test_gpu_asks_for_a_gpu(tmp_path, capsys):
     assert bench.main(["gpu", "--out", str(tmp_path)]) == 2
     assert "the suite gpu needs a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_gpu_runs_small_without_one(tmp_path, capsys):
     content, _ = run("gpu", tmp_path, capsys)
     assert {"tokens_per_second", "share_of_peak"} <= set(content["rows"][0])
 
@@ -106,6 +113,7 @@ def test_a_ratio_is_the_median_of_the_ratios_within_each_round():
     assert ratio == {"median": 2.0, "low": 2.0, "high": 2.5}
 
 
+@pytest.mark.slow
 def test_all_contenders_compute_the_same_loss():
     tiny = options.TINY[options.GPT]
     assert isinstance(tiny, options.GPT)

@@ -16,7 +16,7 @@ from typing import Any
 
 from tiny import TINY_GPT
 
-KILLS = int(os.environ.get("MPJAX_KILLS", "3"))
+KILLS = int(os.environ.get("MPJAX_KILLS", "1"))
 INTERVAL = 4
 RUN = [*TINY_GPT, "--model.dropout", "0.1", "--policy", "mixed_float16", "--steps", "100000"]
 RUN += ["--eval-every", "100000", "--log-every", "1", "--checkpoint-every", str(INTERVAL)]
