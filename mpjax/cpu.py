@@ -55,15 +55,23 @@ def dot_general_rule(previous: Rule) -> Rule:
         compute = precision.compute_dtype
         if any(aval.dtype != compute for aval in ctx.avals_in) or out.dtype not in (compute, FLOAT32):
             return previous(ctx, lhs, rhs, **params)
+        several = _is_for_several_devices(ctx)
+        if several and out.dtype == compute:
+            return previous(ctx, lhs, rhs, **params)
 
         ctx = ctx.replace(avals_out=[out.update(dtype=FLOAT32)])
         params["preferred_element_type"] = FLOAT32
-        native = compute == BFLOAT16 and has_native_bfloat16()
+        native = several or (compute == BFLOAT16 and has_native_bfloat16())
         form = (_native_form if native else _widened_form)(ctx, params["dimension_numbers"])
         result = form(previous, ctx, lhs, rhs, params)
         return [result if out.dtype == FLOAT32 else _convert(ctx, result, out)]
 
     return lower
+
+
+def _is_for_several_devices(ctx: Any) -> bool:
+    """Whether XLA is going to partition the program: then what travels between devices has to have 16 bits."""
+    return getattr(ctx.module_context.axis_context, "num_devices", 1) > 1
 
 
 Form = Callable[[Rule, Any, Any, Any, dict[str, Any]], Any]

@@ -1,5 +1,6 @@
 """What every test runs under."""
 
+import os
 import pathlib
 from collections.abc import Iterator
 
@@ -8,6 +9,9 @@ import jax
 import optax
 import pytest
 from optimizers import standard
+
+# Tables are as wide as the terminal, which the workers of a parallel run do not have.
+os.environ["COLUMNS"] = "120"
 
 # Before anything asks for a device: replicas are tested on several, which share the cores of this machine.
 jax.config.update("jax_num_cpu_devices", 8)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpjax
@@ -134,12 +134,16 @@ SIZES = [
 
 
 @pytest.mark.parametrize(
+    ("dtype", "devices"), [(jnp.bfloat16, 1), (jnp.bfloat16, 2), (jnp.float16, 2)], ids=str
+)
+@pytest.mark.parametrize(
     ("size", "transposed"), [(SIZES[0], False), *((size, True) for size in SIZES)], ids=str
 )
-def test_every_layout_runs(monkeypatch, size, transposed):
+def test_every_layout_runs(monkeypatch, size, transposed, dtype, devices):
     """XLA folds transpositions of operands and results into products that it then cannot run."""
     monkeypatch.setattr(cpu, "has_native_bfloat16", lambda: True)
     rng = np.random.default_rng(0)
+    mesh = jax.make_mesh((devices,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
 
     def product(case, a, b):
         lhs, rhs, batch = case
@@ -147,8 +151,10 @@ def test_every_layout_runs(monkeypatch, size, transposed):
             a, b = a.T, b.T
         summed = [d for d in lhs if d in rhs and d not in batch]
         dims = [[tuple(map(names.index, ds)) for names in (lhs, rhs)] for ds in (summed, batch)]
-        mark = Decided(None, np.dtype(jnp.bfloat16))
-        out = lax.dot_general(a, b, dims, precision=mark, preferred_element_type=jnp.bfloat16)
+        mark = Decided(None, np.dtype(dtype))
+        # On several devices what is widened is what has a float32 result.
+        result = dtype if devices == 1 else jnp.float32
+        out = lax.dot_general(a, b, dims, precision=mark, preferred_element_type=result)
         return out.T if transposed else out
 
     def exact(case, a, b):
@@ -163,7 +169,8 @@ def test_every_layout_runs(monkeypatch, size, transposed):
         return y.T if transposed else y
 
     def operand(dims):
-        x = jnp.asarray(rng.standard_normal([size[d] for d in dims]), jnp.bfloat16)
+        x = jnp.asarray(rng.standard_normal([size[d] for d in dims]), dtype)
+        x = jax.device_put(x, NamedSharding(mesh, P()))
         return x.T if transposed else x
 
     operands = [(operand(lhs), operand(rhs)) for lhs, rhs, _ in LAYOUTS]
