@@ -54,8 +54,10 @@ class Life:
         """Returns when a number of steps more is done, and with `saving` in the middle of the next save."""
         checkpoints = self.out / "checkpoints"
         while len(self.logged()) < self.resumed_at + steps:
+            assert self.process.poll() is None, self.said
             time.sleep(0.001)
         while saving and not list(checkpoints.glob("*.orbax-checkpoint-tmp*")):
+            assert self.process.poll() is None, self.said
             time.sleep(0.0001)
 
     def end(self, number: signal.Signals) -> str:
