@@ -69,6 +69,7 @@ def test_trace_times_every_stage_and_an_operation_without_a_policy(tmp_path, cap
     assert ("one operation, no policy active", "add, added by mpjax") in names(content)
 
 
+@pytest.mark.slow
 def test_scaling_counts_collectives_and_costs_what_it_does_not_run(tmp_path, capsys):
     content, _ = run("scaling", tmp_path, capsys)
     rows = {(row["group"], row["name"]): row for row in content["rows"]}

@@ -34,7 +34,14 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
     return losses(out)
 
 
-@pytest.mark.parametrize("mesh", ["data=4", "data=2,model=2", "fsdp=4"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param("data=4", marks=pytest.mark.slow),  # as two processes have it below
+        "data=2,model=2",
+        pytest.param("fsdp=4", marks=pytest.mark.slow),
+    ],
+)
 def test_a_mesh_gives_the_curve_of_one_device(mesh: str, command: Command, one_device: np.ndarray) -> None:
     run = command(*RUN, "--mesh", mesh)
     assert run.status == 0
