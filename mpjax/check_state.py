@@ -1,6 +1,7 @@
 """Findings about the state of a step: what goes in must come out in the same dtypes."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -71,11 +72,11 @@ class _Part:
     start: int
     path: tuple[Any, ...] = ()
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         return len(jax.tree.leaves(self.tree))
 
-    @property
+    @functools.cached_property
     def structure(self) -> Any:
         return jax.tree.structure(self.tree)
 
