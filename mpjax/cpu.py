@@ -10,6 +10,9 @@ is, and so does every product outside of policies.
 On a CPU that multiplies bfloat16 the operands stay bfloat16, in the layouts of a dense layer: forward, gradient
 of the input and gradient of the weight. On others, and in other layouts, they are widened to float32 first:
 the same numbers at the float32 rate. Convolutions XLA runs well by itself.
+
+In a program for several devices, what travels between them has to have 16 bits: products with a 16-bit result are
+left to XLA there, and those with a float32 one keep 16-bit operands in the layouts above.
 """
 
 import functools
