@@ -16,7 +16,9 @@ os.environ["COLUMNS"] = "120"
 # Before anything asks for a device: replicas are tested on several, which share the cores of this machine.
 jax.config.update("jax_num_cpu_devices", 8)
 
-# Most of the time goes into compiling small programs, many of them the same.
+# Most of the time goes into compiling small programs, many of them the same. They are compiled with little
+# optimization, but where that is what is tested, which takes `optimized_programs`.
+jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update(
     "jax_compilation_cache_dir", str(pathlib.Path(__file__).parent.parent / ".pytest_cache" / "jax")
 )
@@ -31,6 +33,16 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("mpjax")
+
+
+@pytest.fixture
+def optimized_programs() -> Iterator[None]:
+    """Compiles as users do."""
+    jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.clear_caches()
 
 
 @pytest.fixture

@@ -15,17 +15,17 @@ import mpjax
 from mpjax import cpu
 from mpjax.rules import Decided
 
+pytestmark = pytest.mark.usefixtures("optimized_programs")
+
 BF16 = "p=f32,c=bf16,o=f32"
 PRODUCT = re.compile(r"stablehlo\.dot_general.*: \(tensor<([^>]*)>, tensor<([^>]*)>\) -> tensor<([^>]*)>")
 
 
 @pytest.fixture(params=[False, True], ids=["widened", "native"])
-def native(request, monkeypatch):
+def native(request, monkeypatch, optimized_programs):
     """Either kind of machine. Programs for native products run on any, just not faster."""
     monkeypatch.setattr(cpu, "has_native_bfloat16", lambda: request.param)
-    jax.clear_caches()
-    yield request.param
-    jax.clear_caches()
+    return request.param
 
 
 def dense(w, x):
@@ -133,12 +133,16 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "devices"), [(jnp.bfloat16, 1), (jnp.bfloat16, 2), (jnp.float16, 2)], ids=str
-)
-@pytest.mark.parametrize(
-    ("size", "transposed"), [(SIZES[0], False), *((size, True) for size in SIZES)], ids=str
-)
+def layout_cases():
+    for dtype, devices in [(jnp.bfloat16, 1), (jnp.bfloat16, 2), (jnp.float16, 2)]:
+        for i, size in enumerate(SIZES):
+            slow = [pytest.mark.slow] if i and devices > 1 else []
+            name = f"{np.dtype(dtype).name}-{devices} devices-sizes {i}"
+            yield pytest.param(size, True, dtype, devices, id=f"{name}-transposed", marks=slow)
+        yield pytest.param(SIZES[0], False, dtype, devices, id=f"{np.dtype(dtype).name}-{devices} devices")
+
+
+@pytest.mark.parametrize(("size", "transposed", "dtype", "devices"), [*layout_cases()])
 def test_every_layout_runs(monkeypatch, size, transposed, dtype, devices):
     """XLA folds transpositions of operands and results into products that it then cannot run."""
     monkeypatch.setattr(cpu, "has_native_bfloat16", lambda: True)

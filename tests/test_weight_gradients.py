@@ -55,6 +55,7 @@ def gradient(f, policy, **options):
     return lambda x, w: fn(mpjax.StaticLossScale(16.0), w, x)[1]
 
 
+@pytest.mark.usefixtures("optimized_programs")
 @pytest.mark.parametrize("policy", [BF16, F16])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_gradient_of_a_weight_is_right_and_runs_in_every_layout(layout, policy):
