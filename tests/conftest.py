@@ -38,11 +38,9 @@ hypothesis.settings.load_profile("mpjax")
 @pytest.fixture
 def optimized_programs() -> Iterator[None]:
     """Compiles as users do."""
-    jax.clear_caches()
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
-    jax.clear_caches()
 
 
 @pytest.fixture

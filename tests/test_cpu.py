@@ -25,7 +25,9 @@ PRODUCT = re.compile(r"stablehlo\.dot_general.*: \(tensor<([^>]*)>, tensor<([^>]
 def native(request, monkeypatch, optimized_programs):
     """Either kind of machine. Programs for native products run on any, just not faster."""
     monkeypatch.setattr(cpu, "has_native_bfloat16", lambda: request.param)
-    return request.param
+    jax.clear_caches()
+    yield request.param
+    jax.clear_caches()
 
 
 def dense(w, x):

@@ -1,43 +1,19 @@
-"""The same run on one device, on several, and in several processes."""
-
-import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
+"""The same run on one device and on several."""
 
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tiny import TINY_GPT, Command
+from tiny import EIGHT_ROWS, REDUCTION_NOISE, Command, losses
 
 from experiments.placement import Placement, make_mesh
-from experiments.processes import any_process, on_main
 
-RUN = [*TINY_GPT, "--batch-size", "8", "--steps", "6", "--policy", "float32"]
-# Sums in another order: relative, on the loss of any of six steps.
-REDUCTION_NOISE = 2e-6
-
-
-def losses(directory: Path) -> np.ndarray:
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return np.array([json.loads(line)["loss"] for line in lines])
-
-
-@pytest.fixture(scope="module")
-def one_device(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
-    from experiments import train
-
-    out = tmp_path_factory.mktemp("one")
-    assert train.main([*RUN, "--out", str(out)]) == 0
-    return losses(out)
+RUN = [*EIGHT_ROWS, "--steps", "6"]
 
 
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param("data=4", marks=pytest.mark.slow),  # as two processes have it below
+        pytest.param("data=4", marks=pytest.mark.slow),  # as two processes have it
         "data=2,model=2",
         pytest.param("fsdp=4", marks=pytest.mark.slow),
     ],
@@ -55,42 +31,6 @@ def test_a_run_goes_on_on_another_mesh(command: Command, one_device: np.ndarray)
     resumed = command(*RUN, "--mesh", "fsdp=4")
     assert "going on after step 4 of 6" in resumed.output
     np.testing.assert_allclose(losses(resumed.directory), one_device, rtol=REDUCTION_NOISE)
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def test_two_processes_of_two_devices_give_the_curve_of_one_and_only_the_first_writes(
-    tmp_path: Path, one_device: np.ndarray
-) -> None:
-    options = ["--virtual-devices", "2", "--processes", "2", "--coordinator", f"127.0.0.1:{free_port()}"]
-    command = [
-        sys.executable,
-        "-m",
-        "experiments.train",
-        *RUN,
-        *options,
-        "--out",
-        str(tmp_path),
-        "--process-id",
-    ]
-    both = [
-        subprocess.Popen(
-            [*command, str(i)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=QUICK
-        )
-        for i in range(2)
-    ]
-    (out, error), (silent, _) = (p.communicate(timeout=300) for p in both)
-    assert [p.returncode for p in both] == [0, 0], error
-    assert "mesh data=4" in out
-    assert not [line for line in silent.splitlines() if not line.startswith("[Gloo]")]
-    np.testing.assert_allclose(losses(tmp_path), one_device, rtol=REDUCTION_NOISE)
-
-
-QUICK = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 def test_parameters_are_cut_along_their_largest_axes_and_moments_like_them() -> None:
@@ -125,11 +65,3 @@ def test_without_a_mesh_everything_stays_as_it_is() -> None:
     assert placement.mesh is None
     assert placement.state(state) is placement.gathered(state) is state
     assert placement.shardings(state) is None
-
-
-def test_alone_a_process_agrees_with_itself() -> None:
-    assert any_process(True)
-    assert not any_process(False)
-    done: list[int] = []
-    on_main(lambda: done.append(1))
-    assert done == [1]

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from experiments import train
@@ -18,6 +19,15 @@ TINY_RESNET = shlex.split(
     "resnet --model.stages 1 --model.width 4 --batch-size 8 --warmup-steps 2 --eval-every 4 "
     "--checkpoint-every 4 --log-every 2"
 )
+# For meshes. Their curves differ by sums in another order: relative, on the loss of any of six steps.
+EIGHT_ROWS = [*TINY_GPT, "--batch-size", "8", "--policy", "float32"]
+REDUCTION_NOISE = 2e-6
+
+
+def losses(directory: Path) -> np.ndarray:
+    """The training losses that a run has written, step by step."""
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return np.array([json.loads(line)["loss"] for line in lines])
 
 
 @dataclasses.dataclass

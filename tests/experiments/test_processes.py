@@ -1,0 +1,116 @@
+"""One run in two real processes of two devices each, which find each other on 127.0.0.1."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny import EIGHT_ROWS, REDUCTION_NOISE, losses
+
+from experiments.processes import any_process, on_main
+from mpjax.checkpoint import Checkpoints
+
+QUICK = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+# For what a test waits for; a process that hangs fails it.
+LIMIT = 300
+
+
+class Both:
+    """Two processes that run the same command."""
+
+    def __init__(self, *argv: str, out: Path) -> None:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            coordinator = f"127.0.0.1:{s.getsockname()[1]}"
+        command = [sys.executable, "-u", "-m", "experiments.train", *EIGHT_ROWS, *argv, "--out", str(out)]
+        command += [
+            "--virtual-devices",
+            "2",
+            "--processes",
+            "2",
+            "--coordinator",
+            coordinator,
+            "--process-id",
+        ]
+        self.said = ""
+        self.processes = [
+            subprocess.Popen(
+                [*command, str(i)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=QUICK
+            )
+            for i in range(2)
+        ]
+
+    def __enter__(self) -> "Both":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for p in self.processes:
+            p.kill()
+            p.communicate()
+
+    def wait_for(self, text: str) -> None:
+        """Reads what process 0 prints up to a line that starts with a text."""
+        out = self.processes[0].stdout
+        assert out is not None
+        for line in out:
+            self.said += line
+            if line.startswith(text):
+                return
+        pytest.fail(f"process 0 ended without {text!r}: {self.said}{self.processes[0].communicate()[1]}")
+
+    def end(self) -> tuple[list[int], list[str], list[str]]:
+        """Exit statuses, output and error output of both."""
+        ended = [p.communicate(timeout=LIMIT) for p in self.processes]
+        outs, errors = zip(*ended, strict=True)
+        return [p.returncode for p in self.processes], [self.said + outs[0], outs[1]], list(errors)
+
+
+def test_they_give_the_curve_of_one_device_and_only_the_first_writes(
+    tmp_path: Path, one_device: np.ndarray
+) -> None:
+    with Both("--steps", "6", out=tmp_path) as both:
+        statuses, (said, silent), errors = both.end()
+    assert statuses == [0, 0], errors
+    assert "mesh data=4" in said
+    assert not [line for line in silent.splitlines() if not line.startswith("[Gloo]")]
+    np.testing.assert_allclose(losses(tmp_path), one_device, rtol=REDUCTION_NOISE)
+
+
+def test_when_one_is_asked_to_stop_both_save_and_when_one_is_killed_the_other_says_what_to_do(
+    tmp_path: Path,
+) -> None:
+    endless = ["--steps", "1000000", "--eval-every", "1000000", "--checkpoint-every", "1000000"]
+    with Both(*endless, "--mesh", "data=2,model=2", out=tmp_path) as both:
+        both.wait_for("compiled the step")
+        both.processes[1].send_signal(signal.SIGTERM)
+        statuses, (said, _), errors = both.end()
+    assert statuses == [0, 0], errors
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        (saved,) = checkpoints.steps
+    assert f"Saved step {saved} of 1000000 in {tmp_path}" in said
+    assert len(losses(tmp_path)) == saved
+
+    with Both(*endless, "--mesh", "data=2,model=2", out=tmp_path) as both:
+        both.wait_for(f"going on after step {saved} of 1000000")
+        both.wait_for("compiled the step")
+        both.processes[1].kill()
+        (status, _), _, (error, _) = both.end()
+    assert status == 1
+    assert "error: process 0 could not go on, most likely as another process of this run is gone" in error
+    assert (
+        "Start all of them again to go on from the last checkpoint:\n  python -m experiments.train" in error
+    )
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        assert checkpoints.steps == [saved]
+
+
+def test_alone_a_process_agrees_with_itself() -> None:
+    assert any_process(True)
+    assert not any_process(False)
+    done: list[int] = []
+    on_main(lambda: done.append(1))
+    assert done == [1]
