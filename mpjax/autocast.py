@@ -29,6 +29,7 @@ import jax
 import jax.extend.core.primitives as jex
 import jmp
 from jax._src.interpreters import mlir as _mlir  # for JAX's own lowerings,
+from jax._src.interpreters import partial_eval as _partial_eval  # its folding of constants,
 from jax._src.lax import lax as _lax  # for ragged_dot_general_p, which jax.extend lacks,
 from jax._src.state import primitives as _state  # and for the writes to a jax.Ref
 from jax.extend.linear_util import transformation2
@@ -219,6 +220,7 @@ def _install() -> None:
                 functools.partial(rules.transpose_rule, lhs_rule, 0),
                 functools.partial(rules.transpose_rule, rhs_rule, 1),
             )
+    _partial_eval.const_fold_rules[rules.saturate_p] = rules.fold_saturate
     previous = _mlir._platform_specific_lowerings["cpu"][jex.dot_general_p].rule
     if not hasattr(previous, "wraps"):
         rule = cpu.dot_general_rule(previous)

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import jmp
 import numpy as np
-import optax
 from jax import lax
 from jax.sharding import AxisType
 
@@ -156,8 +155,11 @@ def all_finite(tree: Any, *, averaged_over: AxisName | None = None) -> jax.Array
       tree: any pytree.
       averaged_over: axes over which `tree` is known to be the same, so that nobody needs to be asked.
     """
-    leaves = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree) if _may_be_infinite(x)]
-    return parallel.agree(jnp.stack(leaves).all() if leaves else jnp.array(True), averaged_over)
+    # lax rather than jnp, here and in `global_norm`: each jnp function is a jit of its own to trace, for every leaf.
+    parts = [part for x in jax.tree.leaves(tree) if _may_be_infinite(x) for part in _real_parts(x)]
+    leaves = [lax.reduce_and(lax.is_finite(part), range(part.ndim)) for part in parts]
+    verdict = functools.reduce(lax.bitwise_and, leaves) if leaves else jnp.array(True)
+    return parallel.agree(verdict, averaged_over)
 
 
 def select_tree(pred: jax.Array, a: T, b: T) -> T:
@@ -193,8 +195,8 @@ def global_norm(grads: Any) -> jax.Array:
         if not parallel.is_overwritten(path):
             groups.setdefault(parallel.varying(grad), []).append(to_float32(grad))
     # Shards add up, while what is replicated counts once.
-    squares = [parallel.sum_over_shards(optax.tree.norm(group, squared=True)) for group in groups.values()]
-    return jnp.sqrt(sum(squares[1:], squares[0]) if squares else jnp.zeros([], jnp.float32))
+    squares = [parallel.sum_over_shards(_sum_of_squares(group)) for group in groups.values()]
+    return lax.sqrt(functools.reduce(lax.add, squares)) if squares else jnp.zeros([], jnp.float32)
 
 
 def accumulate(
@@ -274,6 +276,17 @@ def split_loss(out: Any, has_aux: bool) -> tuple[Any, Any]:
             "model's output float32 with 'o=f32' in its policy."
         )
     return loss, aux
+
+
+def _sum_of_squares(leaves: list[Any]) -> jax.Array:
+    parts = [part for x in leaves for part in _real_parts(x)]
+    return functools.reduce(lax.add, [lax.reduce_sum(lax.square(p), range(p.ndim)) for p in parts])
+
+
+def _real_parts(x: Any) -> list[jax.Array]:
+    """A floating leaf itself, or the two parts of a complex one."""
+    x = jnp.asarray(x)
+    return [lax.real(x), lax.imag(x)] if jnp.iscomplexobj(x) else [x]
 
 
 def _may_be_infinite(x: Any) -> bool:

@@ -305,7 +305,7 @@ def _saturated(constant: Any, dtype: np.dtype) -> Any:
     """
     limit = dtypes.limits(dtype).max
     if isinstance(constant, jax.core.Tracer):
-        return _saturate_p.bind(constant, limit=limit)
+        return saturate_p.bind(constant, limit=limit)
     return _saturate(constant, limit=limit) if np.any(np.abs(constant) > limit) else constant
 
 
@@ -314,14 +314,21 @@ def _saturate(x: Any, *, limit: float) -> Any:
     return lax.select(too_large, lax.mul(lax.sign(x), lax.full_like(x, limit / 2)), x)
 
 
+def fold_saturate(constants: list[Any], params: dict[str, Any], avals: list[Any]) -> list[Any] | None:
+    """JAX's folding of constants: where the number is known and fits, nothing is left to do."""
+    del avals
+    (c,) = constants
+    return constants if np.shape(c) == () and not np.abs(c) > params["limit"] else None
+
+
 # Its own primitive, as it must be the identity to differentiation: JAX converts tangents by the same
 # operation as values, and a linear function may hold nothing that depends on what it is applied to.
-_saturate_p = jax.extend.core.Primitive("mpjax_saturate")
-_saturate_p.def_impl(_saturate)
-_saturate_p.def_abstract_eval(lambda x, *, limit: x)
-mlir.register_lowering(_saturate_p, mlir.lower_fun(_saturate, multiple_results=False))
-batching.defvectorized(_saturate_p)
-ad.deflinear2(_saturate_p, lambda cotangent, x, *, limit: [cotangent])
+saturate_p = jax.extend.core.Primitive("mpjax_saturate")
+saturate_p.def_impl(_saturate)
+saturate_p.def_abstract_eval(lambda x, *, limit: x)
+mlir.register_lowering(saturate_p, mlir.lower_fun(_saturate, multiple_results=False))
+batching.defvectorized(saturate_p)
+ad.deflinear2(saturate_p, lambda cotangent, x, *, limit: [cotangent])
 
 
 def _cast(x: Any, dtype: np.dtype) -> Any:

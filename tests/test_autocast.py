@@ -524,6 +524,15 @@ def test_a_row_that_is_masked_throughout_attends_evenly_and_is_never_nan(how: st
     assert jnp.all(jnp.isfinite(vjp(out)[0]))
 
 
+def test_a_constant_that_fits_costs_the_program_nothing() -> None:
+    def names(constant: float) -> list[str]:
+        fn = autocast(lambda x: half_product(x) * 0.5 + constant, "f16")
+        return [eqn.primitive.name for eqn in trace(fn, EYE)]
+
+    assert "mpjax_saturate" not in names(-6e4)
+    assert "mpjax_saturate" in names(-1e9)
+
+
 def test_an_infinity_that_the_user_wrote_stays_one() -> None:
     fn = autocast(lambda x: jnp.where(x > 0, half_product(x), -jnp.inf), "f16")
     assert fn(EYE)[0].tolist() == [1.0, -jnp.inf, -jnp.inf, -jnp.inf]
