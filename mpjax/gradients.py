@@ -155,10 +155,15 @@ def all_finite(tree: Any, *, averaged_over: AxisName | None = None) -> jax.Array
       tree: any pytree.
       averaged_over: axes over which `tree` is known to be the same, so that nobody needs to be asked.
     """
-    # lax rather than jnp, here and in `global_norm`: each jnp function is a jit of its own to trace, for every leaf.
-    parts = [part for x in jax.tree.leaves(tree) if _may_be_infinite(x) for part in _real_parts(x)]
-    leaves = [lax.reduce_and(lax.is_finite(part), range(part.ndim)) for part in parts]
-    verdict = functools.reduce(lax.bitwise_and, leaves) if leaves else jnp.array(True)
+    # Zero times inf or NaN is NaN, and a sum of zeros is exact. On CPUs, XLA fuses a product into a sum, while of
+    # `is_finite` it makes an array of bools. And lax rather than jnp, here and in `global_norm`, as each jnp
+    # function is a jit of its own to trace, for every leaf.
+    total: Any = np.zeros((), np.float32)
+    for leaf in jax.tree.leaves(tree):
+        for part in _real_parts(to_float32(leaf)) if _may_be_infinite(leaf) else []:
+            zero = lax.reduce_sum(lax.mul(part, np.zeros((), part.dtype)), range(part.ndim))
+            total = lax.add(total, zero.astype(jnp.float32))
+    verdict = lax.eq(total, np.zeros((), np.float32))
     return parallel.agree(verdict, averaged_over)
 
 

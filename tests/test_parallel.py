@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import DEVICES, F16, PARAMS, Way, batch, create, loss, mesh_of, on_every_device
 
 import mpjax
+from mpjax import gradients
 
 BF16 = "p=f32,c=bf16,o=f32"
 DATA_PARALLEL = ["jit", "explicit", "pmap", "shard_map", "shard_map without checks"]
@@ -86,14 +87,13 @@ def test_averaged_gradients_need_no_collective_for_the_verdict(name):
     assert not [types for types in collectives(Way(name)) if re.search(r"\b(pred|[su]32|[su]8)\[", types)]
 
 
-# Parameters that are sharded over other axes than their neighbours have their verdict reduced over these.
-@pytest.mark.parametrize(
-    ("name", "sets_of_axes"),
-    [("jit, fully sharded", 1), ("jit, mixed", 3), *((name, 1) for name in TENSOR_PARALLEL)],
-)
-def test_sharded_gradients_need_one_collective_for_the_verdict(name, sets_of_axes):
-    verdicts = [types for types in collectives(Way(name)) if re.search(r"\b(pred|[su]32|[su]8)\[", types)]
-    assert len(verdicts) == sets_of_axes
+@pytest.mark.parametrize("name", ["jit, fully sharded", "jit, mixed", *TENSOR_PARALLEL])
+def test_sharded_gradients_need_one_collective_at_most_for_the_verdict(name, monkeypatch):
+    """However many sets of mesh axes they are sharded over: under jit it travels with the sums of the gradient norm."""
+    with_verdict = len(collectives(Way(name)))
+    monkeypatch.setattr(gradients, "all_finite", lambda grads, **kwargs: jnp.array(True))
+    without = len(collectives(Way(name)))
+    assert with_verdict - without <= 1
 
 
 # ------------------------------------------------------------------------------------------- the same curve
