@@ -37,6 +37,7 @@ from jax.interpreters import ad
 
 from mpjax import cpu, regions, rules
 from mpjax.policy_map import PolicyMap, as_policy_map
+from mpjax.regions import ambient
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -173,7 +174,7 @@ def _custom_rule(bind: Bind, *args: Any, **params: Any) -> Any:
 
 @transformation2
 def _run_in(rule: Callable[..., Any], region: regions.Region, *args: Any) -> Any:
-    with regions.ambient(region):
+    with ambient(region):
         return rule(*args)
 
 
@@ -202,6 +203,26 @@ _TABLE: dict[Callable[..., Any], tuple[str, ...]] = {
 }
 
 
+def hooked(bind: Bind, rule: Callable[..., Any]) -> Bind:
+    """A primitive's `bind` with a rule around it.
+
+    Where no rule applies, which is in every program without a policy, it costs a look at the region and one call.
+    """
+    if rule is rules.compute_rule:  # which keeps to marks outside of regions, too
+
+        def hooked_bind(*args: Any, **params: Any) -> Any:
+            if type(params["precision"]) is not rules.Decided and ambient.value is None:
+                return bind(*args, **params)
+            return rule(bind, *args, **params)
+    else:
+
+        def hooked_bind(*args: Any, **params: Any) -> Any:
+            return bind(*args, **params) if ambient.value is None else rule(bind, *args, **params)
+
+    hooked_bind.rule = rule  # type: ignore[attr-defined]
+    return hooked_bind
+
+
 def _install() -> None:
     for rule, names in _TABLE.items():
         for name in names:
@@ -210,8 +231,7 @@ def _install() -> None:
             # Some names came or went between versions of JAX. A module that is loaded twice must not wrap twice.
             if primitive is None or hasattr(primitive.bind, "rule"):
                 continue
-            primitive.bind = functools.partial(rule, primitive.bind)
-            primitive.bind.rule = rule.__name__
+            primitive.bind = hooked(primitive.bind, rule)
     for primitive in (jex.dot_general_p, jex.conv_general_dilated_p):
         lhs_rule, rhs_rule = ad.primitive_transposes[primitive].args  # type: ignore[attr-defined]
         if getattr(lhs_rule, "func", None) is None:
