@@ -1,6 +1,8 @@
 """One run in two real processes of two devices each, which find each other on 127.0.0.1."""
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,27 +21,46 @@ QUICK = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 LIMIT = 300
 
 
+# The ports among which JAX chooses that of a SLURM job, by its number.
+SLURM_PORTS = range(2**16 - 2**12, 2**16)
+
+
+def free_port() -> int:
+    for port in random.sample(SLURM_PORTS, 100):
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no port is free")
+
+
+def slurm_environment(port: int, process: int) -> dict[str, str]:
+    return {
+        "SLURM_JOB_ID": str(SLURM_PORTS.index(port)),
+        "SLURM_STEP_NODELIST": "127.0.0.1",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": str(process),
+        "SLURM_LOCALID": str(process),
+    }
+
+
 class Both:
     """Two processes that run the same command."""
 
-    def __init__(self, *argv: str, out: Path) -> None:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            coordinator = f"127.0.0.1:{s.getsockname()[1]}"
+    def __init__(self, *argv: str, out: Path, slurm: bool = False) -> None:
+        """Starts them; with `slurm` they learn of each other from the environment that `srun` sets."""
         command = [sys.executable, "-u", "-m", "experiments.train", *EIGHT_ROWS, *argv, "--out", str(out)]
-        command += [
-            "--virtual-devices",
-            "2",
-            "--processes",
-            "2",
-            "--coordinator",
-            coordinator,
-            "--process-id",
-        ]
+        command += ["--virtual-devices", "2", "--processes", "auto" if slurm else "2"]
+        port = free_port()
         self.said = ""
         self.processes = [
             subprocess.Popen(
-                [*command, str(i)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=QUICK
+                command
+                if slurm
+                else [*command, "--coordinator", f"127.0.0.1:{port}", "--process-id", str(i)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=QUICK | slurm_environment(port, i) if slurm else QUICK,
             )
             for i in range(2)
         ]
@@ -69,10 +90,10 @@ class Both:
         return [p.returncode for p in self.processes], [self.said + outs[0], outs[1]], list(errors)
 
 
-def test_they_give_the_curve_of_one_device_and_only_the_first_writes(
+def test_as_a_slurm_job_they_give_the_curve_of_one_device_and_only_the_first_writes(
     tmp_path: Path, one_device: np.ndarray
 ) -> None:
-    with Both("--steps", "6", out=tmp_path) as both:
+    with Both("--steps", "6", out=tmp_path, slurm=True) as both:
         statuses, (said, silent), errors = both.end()
     assert statuses == [0, 0], errors
     assert "mesh data=4" in said
