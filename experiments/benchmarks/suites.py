@@ -4,9 +4,10 @@ A row has a `group`, a `name`, ratios and `seconds` with their quartiles, and wh
 """
 
 import functools
+import gc
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from mpjax.autocast import hooked
 
 DTYPES = ("float32", "bfloat16", "float16")
 Say = Callable[[str], None]
+T = TypeVar("T")
 
 
 def loss_scale(suite: options.LossScale, say: Say) -> list[Row]:
@@ -112,25 +114,44 @@ def trace(suite: options.Trace, say: Say) -> list[Row]:
     return rows + _bind_costs(suite.binds, suite.rounds)
 
 
+# Python 3.11 keeps its frames in chunks of 16 kB. A call that crosses from one to the next asks the system for memory
+# and gives it back on its return, which makes tracing up to half slower. Whom it hits depends on how deep its stack
+# happens to be, so every round starts from another depth.
+_DEPTH = 20
+
+
+def _deeper(frames: int, fn: Callable[[], T]) -> T:
+    return fn() if frames == 0 else _deeper(frames - 1, fn)
+
+
 def _stages(group: str, contenders: list[Contender], batch: Any, rounds: int) -> list[Row]:
     """One row per contender and stage, each over the first contender."""
     carries = {c.name: jax.eval_shape(c.carry) for c in contenders}
     seconds: dict[tuple[str, str], list[float]] = {}
+
+    def stages(c: Contender) -> dict[str, float]:
+        jax.clear_caches()
+        gc.collect()  # the garbage of the one before
+        start = time.perf_counter()
+        traced = jax.jit(c.step, donate_argnums=0).trace(carries[c.name], batch)
+        after_trace = time.perf_counter()
+        lowered = traced.lower()
+        after_lower = time.perf_counter()
+        lowered.compile()
+        end = time.perf_counter()
+        times = {
+            "trace": after_trace - start,
+            "lower": after_lower - after_trace,
+            "compile": end - after_lower,
+        }
+        return times | {"all": end - start}
+
     for i in range(rounds + 1):
         for c in contenders:
-            jax.clear_caches()
-            start = time.perf_counter()
-            traced = jax.jit(c.step, donate_argnums=0).trace(carries[c.name], batch)
-            after_trace = time.perf_counter()
-            lowered = traced.lower()
-            after_lower = time.perf_counter()
-            if i == 0:  # the first round warms up what is not cached by JAX, and is not worth compiling for
-                continue
-            lowered.compile()
-            times = (after_trace - start, after_lower - after_trace, time.perf_counter() - after_lower)
-            for stage, t in zip(("trace", "lower", "compile"), times, strict=True):
-                seconds.setdefault((c.name, stage), []).append(t)
-            seconds.setdefault((c.name, "all"), []).append(sum(times))
+            times = _deeper(_DEPTH * i, functools.partial(stages, c))
+            if i:  # the first round warms up
+                for stage, t in times.items():
+                    seconds.setdefault((c.name, stage), []).append(t)
     base = contenders[0].name
     return [
         {
