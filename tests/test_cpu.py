@@ -138,7 +138,7 @@ SIZES = [
 def layout_cases():
     for dtype, devices in [(jnp.bfloat16, 1), (jnp.bfloat16, 2), (jnp.float16, 2)]:
         for i, size in enumerate(SIZES):
-            slow = [pytest.mark.slow] if i and devices > 1 else []
+            slow = [pytest.mark.slow] if i else []
             name = f"{np.dtype(dtype).name}-{devices} devices-sizes {i}"
             yield pytest.param(size, True, dtype, devices, id=f"{name}-transposed", marks=slow)
         yield pytest.param(SIZES[0], False, dtype, devices, id=f"{np.dtype(dtype).name}-{devices} devices")

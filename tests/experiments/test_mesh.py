@@ -10,14 +10,8 @@ from experiments.placement import Placement, make_mesh
 RUN = [*EIGHT_ROWS, "--steps", "6"]
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        pytest.param("data=4", marks=pytest.mark.slow),  # as two processes have it
-        "data=2,model=2",
-        pytest.param("fsdp=4", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow  # as the run below and that in two processes are on such meshes
+@pytest.mark.parametrize("mesh", ["data=4", "data=2,model=2", "fsdp=4"])
 def test_a_mesh_gives_the_curve_of_one_device(mesh: str, command: Command, one_device: np.ndarray) -> None:
     run = command(*RUN, "--mesh", mesh)
     assert run.status == 0

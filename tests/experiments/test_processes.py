@@ -9,14 +9,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
-from tiny import EIGHT_ROWS, REDUCTION_NOISE, losses
+from tiny import EIGHT_ROWS, REDUCTION_NOISE, Command, interrupt_after, losses
 
 from experiments.processes import any_process, on_main
 from mpjax.checkpoint import Checkpoints
 
-QUICK = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+QUICK = os.environ | {
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "JAX_COMPILATION_CACHE_DIR": str(jax.config.values["jax_compilation_cache_dir"]),
+}
 # For what a test waits for; a process that hangs fails it.
 LIMIT = 300
 
@@ -90,32 +94,30 @@ class Both:
         return [p.returncode for p in self.processes], [self.said + outs[0], outs[1]], list(errors)
 
 
-def test_as_a_slurm_job_they_give_the_curve_of_one_device_and_only_the_first_writes(
-    tmp_path: Path, one_device: np.ndarray
+def test_they_give_the_curve_of_one_device_stop_together_go_on_and_tell_when_one_is_killed(
+    command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Both("--steps", "6", out=tmp_path, slurm=True) as both:
-        statuses, (said, silent), errors = both.end()
-    assert statuses == [0, 0], errors
-    assert "mesh data=4" in said
-    assert not [line for line in silent.splitlines() if not line.startswith("[Gloo]")]
-    np.testing.assert_allclose(losses(tmp_path), one_device, rtol=REDUCTION_NOISE)
-
-
-def test_when_one_is_asked_to_stop_both_save_and_when_one_is_killed_the_other_says_what_to_do(
-    tmp_path: Path,
-) -> None:
+    """One test, as starting two processes takes long."""
     endless = ["--steps", "1000000", "--eval-every", "1000000", "--checkpoint-every", "1000000"]
-    with Both(*endless, "--mesh", "data=2,model=2", out=tmp_path) as both:
+    out = command.directory / "run"
+    with Both(*endless, "--mesh", "data=2,model=2", out=out) as both:
         both.wait_for("compiled the step")
         both.processes[1].send_signal(signal.SIGTERM)
-        statuses, (said, _), errors = both.end()
+        statuses, (said, silent), errors = both.end()
     assert statuses == [0, 0], errors
-    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+    with Checkpoints(out / "checkpoints") as checkpoints:
         (saved,) = checkpoints.steps
-    assert f"Saved step {saved} of 1000000 in {tmp_path}" in said
-    assert len(losses(tmp_path)) == saved
+    assert f"Saved step {saved} of 1000000 in {out}" in said
+    assert not [line for line in silent.splitlines() if not line.startswith("[Gloo]")]
 
-    with Both(*endless, "--mesh", "data=2,model=2", out=tmp_path) as both:
+    interrupt_after(6, monkeypatch, signal.SIGTERM)
+    alone = losses(command(*EIGHT_ROWS, *endless, out="alone").directory)
+    found = losses(out)
+    assert len(found) == saved
+    n = min(len(alone), saved)
+    np.testing.assert_allclose(found[:n], alone[:n], rtol=REDUCTION_NOISE)
+
+    with Both(*endless, "--mesh", "data=2,model=2", out=out, slurm=True) as both:
         both.wait_for(f"going on after step {saved} of 1000000")
         both.wait_for("compiled the step")
         both.processes[1].kill()
@@ -125,7 +127,7 @@ def test_when_one_is_asked_to_stop_both_save_and_when_one_is_killed_the_other_sa
     assert (
         "Start all of them again to go on from the last checkpoint:\n  python -m experiments.train" in error
     )
-    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+    with Checkpoints(out / "checkpoints") as checkpoints:
         assert checkpoints.steps == [saved]
 
 

@@ -1,7 +1,6 @@
 """A run from the command line to its last file."""
 
 import json
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tiny import TINY_GPT, TINY_RESNET, Command
+from tiny import TINY_GPT, TINY_RESNET, Command, interrupt_after
 
 from experiments import loop, session
 from mpjax.checkpoint import Checkpoints
@@ -28,20 +27,6 @@ def final_state(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(loop, "train", recording)
     return states
-
-
-def interrupt_after(
-    step: int, monkeypatch: pytest.MonkeyPatch, number: signal.Signals = signal.SIGINT
-) -> None:
-    """Sends Ctrl-C, or another signal, in the logging point of a step."""
-    logged = session._Watch.logged
-
-    def logged_then_interrupted(self: Any, records: Any, *args: Any) -> None:
-        logged(self, records, *args)
-        if records[-1]["step"] == step:
-            os.kill(os.getpid(), number)
-
-    monkeypatch.setattr(session._Watch, "logged", logged_then_interrupted)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +162,10 @@ def test_a_policy_map_comes_from_a_json_file_and_goes_into_the_config(
     assert run.config()["loss_scale"] == "dynamic"
 
 
-@pytest.mark.parametrize(("policy", "argv"), [("float16", TINY_GPT), ("bfloat16", TINY_RESNET)])
+@pytest.mark.parametrize(
+    ("policy", "argv"),
+    [("float16", TINY_GPT), pytest.param("bfloat16", TINY_RESNET, marks=pytest.mark.slow)],
+)
 def test_all_weights_in_16_bits_train_with_a_float32_loss(
     policy: str, argv: list[str], command: Command
 ) -> None:

@@ -2,14 +2,16 @@
 
 import dataclasses
 import json
+import os
 import shlex
+import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from experiments import train
+from experiments import session, train
 
 TINY_GPT = shlex.split(
     "gpt --model.layers 1 --model.width 16 --model.heads 2 --model.context 16 --batch-size 4 "
@@ -61,3 +63,17 @@ class Command:
             status = int(e.code or 0)
         captured = self._capsys.readouterr()
         return Result(status, captured.out, captured.err, directory)
+
+
+def interrupt_after(
+    step: int, monkeypatch: pytest.MonkeyPatch, number: signal.Signals = signal.SIGINT
+) -> None:
+    """Sends Ctrl-C, or another signal, in the logging point of a step."""
+    logged = session._Watch.logged
+
+    def logged_then_interrupted(self: Any, records: Any, *args: Any) -> None:
+        logged(self, records, *args)
+        if records[-1]["step"] == step:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(session._Watch, "logged", logged_then_interrupted)
