@@ -130,7 +130,8 @@ def test_the_gpt_saves_no_more_for_the_backward_pass_than_with_flax_dtypes_by_ha
     by_hand = saved_bytes(*gpt_loss(by_hand=jnp.bfloat16))
     float32 = saved_bytes(*gpt_loss())
     assert ours <= by_hand
-    assert ours < 0.75 * float32
+    # By hand it is as much: 0.74 with jax 0.10, and 0.76 with jax 0.12, which saves less in float32.
+    assert ours < 0.8 * float32
 
 
 def test_the_resnet_saves_no_more_for_the_backward_pass_than_with_flax_dtypes_by_hand(monkeypatch):

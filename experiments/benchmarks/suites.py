@@ -114,9 +114,9 @@ def trace(suite: options.Trace, say: Say) -> list[Row]:
     return rows + _bind_costs(suite.binds, suite.rounds)
 
 
-# Python 3.11 keeps its frames in chunks of 16 kB. A call that crosses from one to the next asks the system for memory
-# and gives it back on its return, which makes tracing up to half slower. Whom it hits depends on how deep its stack
-# happens to be, so every round starts from another depth.
+# CPython 3.11 keeps its frames in chunks of 16 kB, and a call that crosses from one to the next costs a page fault or
+# more. Whom that hits, with thousands of them, depends on how deep its stack happens to be, so every round starts from
+# another depth.
 _DEPTH = 20
 
 
