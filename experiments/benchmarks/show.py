@@ -84,8 +84,8 @@ def plot(content: dict[str, Any], path: Path) -> None:
         places = range(len(rows))[::-1]
         colours = [BLUE if row["name"].startswith("mpjax") else GREY for row in rows]
         axes.barh(places, middles, xerr=errors, color=colours, height=0.7, error_kw={"lw": 1, "capsize": 2})
-        for place, middle in zip(places, middles, strict=True):
-            axes.text(middle, place, f" {middle:.2f}", va="center", ha="left", fontsize=8)
+        for place, middle, high in zip(places, middles, errors[1], strict=True):
+            axes.text(middle + high, place, f"  {middle:.2f}", va="center", ha="left", fontsize=8)
         axes.set_yticks(places, [f"{row['group']}: {row['name']}" for row in rows], fontsize=8)
         axes.axvline(1.0, color="black", lw=0.8)
         axes.set(xlabel=f"time {ratio} (less is better)")
