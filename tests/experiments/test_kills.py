@@ -1,6 +1,6 @@
 """Runs that are killed without a warning, at random moments and in the middle of a save.
 
-`MPJAX_KILLS=25 python -m pytest -m slow tests/experiments/test_kills.py -s` kills more often than by default.
+`MPJAX_KILLS=25 python -m pytest tests/experiments/test_kills.py -s` kills more often than by default.
 """
 
 import json
@@ -14,10 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tiny import TINY_GPT
 
-KILLS = int(os.environ.get("MPJAX_KILLS", "3"))
+KILLS = int(os.environ.get("MPJAX_KILLS", "1"))
 INTERVAL = 4
 RUN = [*TINY_GPT, "--model.dropout", "0.1", "--policy", "mixed_float16", "--steps", "100000"]
 RUN += ["--eval-every", "100000", "--log-every", "1", "--checkpoint-every", str(INTERVAL)]
@@ -67,7 +66,6 @@ class Life:
         return rest
 
 
-@pytest.mark.slow
 def test_every_killed_run_goes_on_and_loses_one_interval_at_most(tmp_path: Path) -> None:
     rng, cache, lost = random.Random(0), tmp_path / "cache", []
     life = Life(tmp_path / "killed", cache)
