@@ -203,25 +203,38 @@ def damaged_leaves(manifest: Manifest, restored: dict[str, Any]) -> list[str]:
 
 def template(x: Any, dtype: str) -> Any:
     """What orbax is to read for a leaf, in the dtype it was saved in."""
-    if isinstance(x, (np.ndarray, np.generic)):
-        return np.empty(x.shape, dtype)
+    shape = x.shape
     if is_key(x):
-        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(x.shape, x.dtype))
-        sharding = jax.random.key_data(x).sharding if isinstance(x, jax.Array) else None
-        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding or _default_sharding())
-    return jax.ShapeDtypeStruct(
-        x.shape, jnp.dtype(dtype), sharding=getattr(x, "sharding", None) or _default_sharding()
-    )
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, x.dtype))
+        shape, dtype = data.shape, data.dtype
+    if _is_bound(x):
+        sharding = (jax.random.key_data(x) if is_key(x) and isinstance(x, jax.Array) else x).sharding
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+    return np.empty(shape, dtype)
 
 
-def _default_sharding() -> Any:
-    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+def _key_impl(x: Any) -> Any:
+    """How typed keys, concrete or abstract, are computed with."""
+    found = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct(x.shape, x.dtype))
+    return found[0]
+
+
+def _is_bound(x: Any) -> bool:
+    """Whether a leaf says on which devices it lies.
+
+    A new array does not, until somebody puts it somewhere: it goes along with others to any device. JAX compiles a
+    step for the one kind or the other, and so for a restored state anew if it were of another kind.
+    """
+    return x.committed if isinstance(x, jax.Array) else getattr(x, "sharding", None) is not None
 
 
 def as_wanted(restored: Any, x: Any) -> Any:
-    """A leaf that was read, of the dtype of the leaf it is for."""
+    """A leaf that was read, of the dtype and kind of the leaf it is for."""
+    if isinstance(restored, np.ndarray) and not isinstance(x, (np.ndarray, np.generic)):
+        restored = jnp.array(restored)
     if is_key(x):
-        return jax.random.wrap_key_data(restored, impl=jax.random.key_impl(x))
+        return jax.random.wrap_key_data(restored, impl=_key_impl(x))
     return restored if restored.dtype == x.dtype else restored.astype(x.dtype)
 
 

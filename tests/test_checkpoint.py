@@ -145,6 +145,24 @@ def test_a_sharded_state_is_restored_on_another_mesh_and_on_one_device(tmp_path:
                 assert x.sharding.is_equivalent_to(wanted.sharding, x.ndim)
 
 
+def test_a_restored_state_runs_in_the_program_compiled_for_a_new_one(tmp_path: Path) -> None:
+    new, extra = create(), {"rng": jax.random.key(0), "seed": jax.random.PRNGKey(1)}
+    step = jax.jit(lambda state, extra: (state.replace(step=state.step + 1), extra))
+    step(new, extra)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(new, extra=extra)
+        restored = checkpoints.restore(new, extra=extra)
+        abstract = checkpoints.restore(jax.eval_shape(create), extra=jax.eval_shape(lambda: extra))
+    for found in restored, abstract:
+        assert not any(x.committed for x in jax.tree.leaves(found))
+        step(*found)
+    assert step._cache_size() == 1
+
+    # Elsewhere it goes along, as a new one does.
+    batch = jax.device_put(jnp.ones(4), jax.devices()[1])
+    assert (restored[0].step + batch).devices() == {jax.devices()[1]}
+
+
 @pytest.mark.parametrize(
     "dtype", ["bool", "int8", "int32", "float16", "bfloat16", "float32", "float8_e4m3fn", "complex64"]
 )
