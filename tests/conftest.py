@@ -1,5 +1,6 @@
 """What every test runs under."""
 
+import gc
 import os
 import pathlib
 from collections.abc import Iterator
@@ -16,6 +17,11 @@ os.environ["COLUMNS"] = "120"
 # Before anything asks for a device: replicas are tested on several, which share the cores of this machine.
 jax.config.update("jax_num_cpu_devices", 8)
 
+# With the older of XLA's two ways to emit loops a program compiles in half the time. Newer releases, which may not
+# know the flag, compile as for users.
+if jax.__version_info__ < (0, 11):
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
+
 # Most of the time goes into compiling small programs, many of them the same. They are compiled with little
 # optimization, but where that is what is tested, which takes `optimized_programs`.
 jax.config.update("jax_disable_most_optimizations", True)
@@ -23,6 +29,10 @@ jax.config.update(
     "jax_compilation_cache_dir", str(pathlib.Path(__file__).parent.parent / ".pytest_cache" / "jax")
 )
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+# What is alive by now stays, and what a traced program leaves behind does not press.
+gc.freeze()
+gc.set_threshold(20_000, 20, 20)
 
 hypothesis.settings.register_profile(
     "mpjax",

@@ -27,6 +27,7 @@ class Life:
 
     def __init__(self, out: Path, cache: Path) -> None:
         environment = os.environ | {
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
             "JAX_COMPILATION_CACHE_DIR": str(cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
         }
