@@ -172,7 +172,7 @@ class Optimizer(nnx.Optimizer[M]):
         """
         grads = gradients.to_float32(nnx.as_pure(nnx.state(grads, self.wrt)))
         params = nnx.as_pure(nnx.state(model, self.wrt))
-        new_params, new_opt_state = apply_if_finite(
+        new_params, new_opt_state, _ = apply_if_finite(
             self.tx, grads, params, nnx.as_pure(self.opt_state), finite, **kwargs
         )
         nnx.update(model, new_params)

@@ -123,8 +123,9 @@ class TrainState(train_state.TrainState):
         outright = {k: v for k, v in kwargs.items() if k not in dynamic}
         old = {k: getattr(self, k) for k in dynamic}
         new = {k: shaped_like(v, old[k], k) for k, v in dynamic.items()}
-        params, opt_state = apply_if_finite(self.tx, grads, self.params, self.opt_state, finite)
-        dynamic = lax.cond(finite, lambda new, old: new, lambda new, old: old, new, old)
+        params, opt_state, dynamic = apply_if_finite(
+            self.tx, grads, self.params, self.opt_state, finite, (new, old)
+        )
         return self.replace(
             step=self.step + 1,
             skipped=self.skipped + (1 - finite.astype(jnp.int32)),
@@ -141,8 +142,9 @@ def apply_if_finite(
     params: Any,
     opt_state: Any,
     finite: jax.Array,
+    beside: tuple[Any, Any] = ((), ()),
     **kwargs: Any,
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any, Any]:
     """New parameters and optimizer state, in the dtypes of the old ones, or the old ones.
 
     Args:
@@ -151,17 +153,19 @@ def apply_if_finite(
       params: the parameters.
       opt_state: the optimizer's state.
       finite: whether to apply the update, shape [] and dtype bool.
+      beside: a tree of new values and one of old ones, of which one or the other comes third.
       **kwargs: further arguments for `tx.update`.
     """
     # A cond, not a select over every leaf: the optimizer's work is saved on a skip and, above all, no
-    # second copy of the state is written when there is none.
+    # second copy of the state is written when there is none. One for all, as a GPU waits for each.
     return lax.cond(
         finite,
-        lambda grads, params, opt_state: _updated(tx, grads, params, opt_state, kwargs),
-        lambda grads, params, opt_state: (params, opt_state),
+        lambda grads, params, opt_state, new, old: (*_updated(tx, grads, params, opt_state, kwargs), new),
+        lambda grads, params, opt_state, new, old: (params, opt_state, old),
         grads,
         params,
         opt_state,
+        *beside,
     )
 
 

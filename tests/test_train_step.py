@@ -15,7 +15,7 @@ import pytest
 from flax.core import FrozenDict
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from programs import operand_dtypes
+from programs import operand_dtypes, trace
 from trees import same
 
 import mpjax
@@ -196,6 +196,13 @@ def test_a_skipped_step_is_a_transaction_that_did_not_happen(bad):
     assert not metrics["finite"]
     assert (int(skipped.step), int(skipped.skipped), int(skipped.opt_state[0].count)) == (2, 1, 1)
     assert (float(state.loss_scale.loss_scale), float(skipped.loss_scale.loss_scale)) == (2.0**10, 2.0**9)
+
+
+def test_parameters_optimizer_and_model_state_wait_for_one_conditional():
+    conditionals = [
+        eqn for eqn in trace(NORMALIZED_STEP, normalized_state(), GOOD) if eqn.primitive.name == "cond"
+    ]
+    assert len(conditionals) == 1
 
 
 def test_batch_statistics_move_with_an_applied_step_and_stay_finite_float32():
