@@ -15,14 +15,15 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 _COUNTS = {
-    "bytes over unscaled": ("bytes over\nunscaled", 1.0, "{:.3f}"),
+    "bytes over unscaled": ("accessed\nover bare", 1.0, "{:.3f}"),
     "tokens_per_second": ("tokens\n/s", 1.0, "{:.0f}"),
     "share_of_peak": ("share of\npeak", 1.0, "{:.0%}"),
-    "temp_bytes": ("temporary\nMB", 1e6, "{:.1f}"),
+    "temp_bytes": ("tempo-\nrary MB", 1e6, "{:.1f}"),
     "bytes_accessed": ("accessed\nMB", 1e6, "{:.0f}"),
     "saved_bytes": ("saved for\nbackward MB", 1e6, "{:.1f}"),
-    "converts": ("converts", 1.0, "{:.0f}"),
+    "converts": ("con-\nverts", 1.0, "{:.0f}"),
     "collectives": ("collec-\ntives", 1.0, "{:.0f}"),
+    "scalar_collectives": ("of\nscalars", 1.0, "{:.0f}"),
 }
 
 
@@ -52,7 +53,9 @@ def tables(content: dict[str, Any]) -> list[Table]:
 
 
 def _table(title: str, columns: dict[str, str], rows: list[Row], cells: list[dict[str, str]]) -> Table:
-    result = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    result = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1)
+    )
     result.add_column("", no_wrap=True)
     for heading in columns.values():
         result.add_column(heading, justify="right", no_wrap=True)

@@ -192,13 +192,13 @@ def _nothing(*args: Any, **params: Any) -> None:
 
 
 def scaling(suite: options.Scaling, say: Say) -> list[Row]:
-    """What policy, scale and finite check add as parameters and devices grow."""
+    """What policy, scale and finite check add as parameters and devices grow, by hand and by mpjax."""
     rows = []
     for parameters in suite.parameters:
         say(f"{parameters:.0e} parameters")
         runs = parameters <= suite.largest
         problem = problems.mlp(4, round((parameters / 4) ** 0.5), 16, abstract=not runs)
-        compiled = {c.name: Compiled(c, problem.batch) for c in _bare_and_ours(problem)}
+        compiled = {c.name: Compiled(c, problem.batch) for c in _bare_and_scaled(problem)}
         rows += _added(f"{parameters:.0e} parameters", compiled, suite.rounds if runs else 0)
     for kind, spec in (("replicated", P()), ("sharded", P("data"))):
         for devices in suite.devices:
@@ -206,7 +206,7 @@ def scaling(suite: options.Scaling, say: Say) -> list[Row]:
                 raise UsageError(
                     f"--devices {devices} are more than the {jax.device_count()} of this machine"
                 )
-            group = f"{devices} devices, {kind} parameters"
+            group = f"{devices} {'device' if devices == 1 else 'devices'}, {kind}"
             say(group)
             rows += _over_devices(group, devices, spec, suite.rounds)
     return rows
@@ -220,13 +220,14 @@ def _over_devices(group: str, devices: int, spec: P, rounds: int) -> list[Row]:
     def shardings(carry: Any) -> Any:
         return jax.tree.map(lambda x: NamedSharding(mesh, spec if x.ndim > 1 else P()), carry)
 
-    return _added(group, {c.name: Compiled(c, batch, shardings) for c in _bare_and_ours(problem)}, rounds)
+    return _added(group, {c.name: Compiled(c, batch, shardings) for c in _bare_and_scaled(problem)}, rounds)
 
 
-def _bare_and_ours(problem: Problem) -> list[Contender]:
+def _bare_and_scaled(problem: Problem) -> list[Contender]:
     assert problem.by_hand is not None
-    bare = steps.unscaled(problem, problem.by_hand(jnp.float16), "unscaled")
-    return [bare, steps.mpjax_step(problem, "float16")]
+    loss = problem.by_hand(jnp.float16)
+    by_hand = steps.dynamic_by_hand(problem, loss)
+    return [steps.unscaled(problem, loss, "unscaled"), by_hand, steps.mpjax_step(problem, "float16")]
 
 
 def _added(group: str, compiled: dict[str, Compiled], rounds: int) -> list[Row]:

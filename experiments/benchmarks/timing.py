@@ -46,9 +46,16 @@ def by_turns(thunks: dict[str, Callable[[], Any]], rounds: int, warmup: int = 1)
     return seconds
 
 
-COLLECTIVES = re.compile(
-    r" (?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+_COLLECTIVE = re.compile(
+    r" = (.*) (?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
 )
+_DIMENSIONS = re.compile(r"\b[a-z]\w*\[([\d,]*)\]")
+
+
+def collectives(text: str) -> tuple[int, int]:
+    """Collectives of an optimized program, and how many of them carry nothing but scalars."""
+    shapes = [_DIMENSIONS.findall(types) for types in _COLLECTIVE.findall(text)]
+    return len(shapes), sum(not any(s) for s in shapes)
 
 
 class Compiled:
@@ -88,11 +95,13 @@ class Compiled:
         """Of the optimized program: bytes, and the number of converts and of collectives."""
         memory, cost = self._step.memory_analysis(), self._step.cost_analysis()
         text = self._step.as_text() or ""
+        total, of_scalars = collectives(text)
         return {
             "temp_bytes": float(memory.temp_size_in_bytes) if memory else float("nan"),
             "bytes_accessed": float((cost or {}).get("bytes accessed", float("nan"))),
             "converts": text.count(" convert("),
-            "collectives": len(COLLECTIVES.findall(text)),
+            "collectives": total,
+            "scalar_collectives": of_scalars,
         }
 
 
