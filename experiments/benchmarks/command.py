@@ -24,7 +24,7 @@ RUN: dict[type[options.Suite], Callable[..., list[Any]]] = {
     options.Scaling: suites.scaling,
     options.GPU: gpu.gpu,
 }
-PACKAGES = ("mpjax", "jax", "flax", "optax", "jmp", "mixed-precision-for-JAX")
+PACKAGES = ("mpjax", "jax", "flax", "optax", "jmp", "mixed-precision-for-JAX", "torch")
 
 
 def bench(argv: Sequence[str], description: str) -> int:

@@ -32,7 +32,7 @@ class LossScale(Suite):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPT(Suite):
-    """The whole step of a GPT in float32, bfloat16 and float16: mpjax, by hand, Flax, jmp."""
+    """The whole step of a GPT in float32, bfloat16 and float16: mpjax, by hand, Flax, jmp, and PyTorch if installed."""
 
     rounds: int = 3
     layers: int = 4

@@ -6,7 +6,8 @@ A row has a `group`, a `name`, ratios and `seconds` with their quartiles, and wh
 import functools
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import jax
@@ -15,10 +16,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments import measure
-from experiments.benchmarks import options, problems, steps
+from experiments.benchmarks import options, problems, pytorch, steps
 from experiments.benchmarks.problems import Problem
 from experiments.benchmarks.steps import Contender
-from experiments.benchmarks.timing import Compiled, Row, by_turns, measure_steps, ratio, spread
+from experiments.benchmarks.timing import Compiled, Measured, Row, by_turns, measure_steps, ratio, spread
 from experiments.errors import UsageError
 from mpjax.autocast import hooked
 
@@ -51,9 +52,12 @@ def loss_scale(suite: options.LossScale, say: Say) -> list[Row]:
 
 def gpt(suite: options.GPT, say: Say) -> list[Row]:
     """The whole step of a GPT."""
-    del say
     problem = problems.gpt(suite.layers, suite.width, suite.batch, suite.length, suite.vocabulary)
-    return _precisions(problem, suite.rounds)
+    if not pytorch.is_there():
+        say(pytorch.EXTRA)
+        return _precisions(problem, suite.rounds)
+    say("PyTorch's time over float32 is over its own")
+    return _precisions(problem, suite.rounds, {"PyTorch": functools.partial(pytorch.Step, suite)})
 
 
 def resnet(suite: options.ResNet, say: Say) -> list[Row]:
@@ -62,19 +66,33 @@ def resnet(suite: options.ResNet, say: Say) -> list[Row]:
     return _precisions(problems.resnet(suite.blocks, suite.channels, suite.batch, suite.size), suite.rounds)
 
 
-def _precisions(problem: Problem, rounds: int) -> list[Row]:
-    """Every library in every precision; the base is by hand where that exists, else Flax with dtypes by hand."""
-    found = {f"{dtype} {c.name}": (dtype, c) for dtype in DTYPES for c in _libraries(problem, dtype)}
+def _precisions(
+    problem: Problem, rounds: int, others: Mapping[str, Callable[[str], Measured]] = MappingProxyType({})
+) -> list[Row]:
+    """Every library in every precision; the base is by hand where that exists, else Flax with dtypes by hand.
+
+    Args:
+      problem: what is trained.
+      rounds: how often each takes a step.
+      others: from the name of another framework to its step in a dtype, which is measured over its own float32.
+    """
     bar = "Flax" if problem.by_hand is None else "by hand"
-    compiled = {name: Compiled(c, problem.batch) for name, (_, c) in found.items()}
-    bases: dict[str, Callable[[str], str]] = {
-        "over float32": lambda name: f"float32 {bar}",
-        f"over {bar}": lambda name: f"{found[name][0]} {bar}",
+    contenders: dict[tuple[str, str], Measured] = {}
+    saved: dict[tuple[str, str], Row] = {}
+    for dtype in DTYPES:
+        for c in _libraries(problem, dtype):
+            contenders[dtype, c.name] = Compiled(c, problem.batch)
+            saved[dtype, c.name] = {"saved_bytes": _saved_bytes(c, problem)}
+        for name, make in others.items():
+            contenders[dtype, name] = make(dtype)
+    bases: dict[str, Callable[[tuple[str, str]], tuple[str, str]]] = {
+        "over float32": lambda key: ("float32", key[1] if key[1] in others else bar),
+        f"over {bar}": lambda key: (key[0], bar),
     }
-    rows = measure_steps(compiled, rounds, bases)
+    rows = measure_steps(contenders, rounds, bases)
     return [
-        {"group": dtype, "name": c.name} | rows[name] | {"saved_bytes": _saved_bytes(c, problem)}
-        for name, (dtype, c) in found.items()
+        {"group": dtype, "name": name} | row | saved.get((dtype, name), {})
+        for (dtype, name), row in rows.items()
     ]
 
 

@@ -3,8 +3,8 @@
 import gc
 import re
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from experiments.benchmarks.steps import Contender
 
 Row = dict[str, Any]
+K = TypeVar("K", bound=Hashable)
 
 
 def spread(values: Any) -> dict[str, float]:
@@ -25,7 +26,7 @@ def ratio(seconds: list[float], base: list[float]) -> dict[str, float]:
     return spread(np.asarray(seconds) / np.asarray(base))
 
 
-def by_turns(thunks: dict[str, Callable[[], Any]], rounds: int, warmup: int = 1) -> dict[str, list[float]]:
+def by_turns(thunks: Mapping[K, Callable[[], Any]], rounds: int, warmup: int = 1) -> dict[K, list[float]]:
     """Seconds that each thunk took in each round; every round runs all of them once, in order.
 
     Args:
@@ -34,7 +35,7 @@ def by_turns(thunks: dict[str, Callable[[], Any]], rounds: int, warmup: int = 1)
       rounds: how often.
       warmup: rounds that do not count.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in thunks}
+    seconds: dict[K, list[float]] = {name: [] for name in thunks}
     gc.collect()
     for i in range(warmup + rounds):
         for name, thunk in thunks.items():
@@ -105,9 +106,19 @@ class Compiled:
         }
 
 
+class Measured(Protocol):
+    """What `measure_steps` asks of a contender."""
+
+    def run(self) -> None:
+        """Takes a step, and waits for it."""
+
+    def costs(self) -> dict[str, float]:
+        """What can be counted."""
+
+
 def measure_steps(
-    compiled: dict[str, Compiled], rounds: int, bases: dict[str, Callable[[str], str]]
-) -> dict[str, Row]:
+    compiled: Mapping[K, Measured], rounds: int, bases: dict[str, Callable[[K], K]]
+) -> dict[K, Row]:
     """Runs training steps by turns.
 
     Args:
@@ -119,7 +130,7 @@ def measure_steps(
       A row for each contender: `seconds` and the ratios, each with its quartiles, and the costs.
     """
     seconds = by_turns({name: c.run for name, c in compiled.items()}, rounds)
-    rows: dict[str, Row] = {}
+    rows: dict[K, Row] = {}
     for name, c in compiled.items():
         rows[name] = {key: ratio(seconds[name], seconds[base(name)]) for key, base in bases.items()}
         rows[name] |= {"seconds": spread(seconds[name])} | c.costs()

@@ -6,11 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from tiny import Command
 
 from experiments import bench
-from experiments.benchmarks import options, problems, steps, timing
+from experiments.benchmarks import options, problems, pytorch, steps, timing
 
 
 def run(suite: str, out: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
@@ -42,14 +43,46 @@ def test_a_missing_peer_is_left_out_with_a_message(tmp_path, capsys, monkeypatch
 
 
 @pytest.mark.slow
-def test_gpt_compares_every_precision_with_the_one_by_hand(tmp_path, capsys):
-    content, _ = run("gpt", tmp_path, capsys)
+def test_gpt_compares_every_precision_with_the_one_by_hand(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(pytorch, "is_there", lambda: False)
+    content, out = run("gpt", tmp_path, capsys)
+    assert "PyTorch is left out: it needs pip install -e '.[torch]'" in out
     assert names(content) == {
         *(("float32", name) for name in ("mpjax", "by hand")),
         *((dtype, n) for dtype in ("bfloat16", "float16") for n in ("mpjax", "by hand", "Flax", "jmp")),
     }
     assert all({"over float32", "over by hand", "saved_bytes"} <= set(row) for row in content["rows"])
     assert content["machine"]["packages"]["jax"] == jax.__version__
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not pytorch.is_there(), reason="needs the extra torch")
+def test_pytorch_is_measured_over_its_own_float32(tmp_path, capsys):
+    content, _ = run("gpt", tmp_path, capsys)
+    rows = {row["group"]: row for row in content["rows"] if row["name"] == "PyTorch"}
+    assert rows.keys() == {"float32", "bfloat16", "float16"}
+    assert rows["float32"]["over float32"]["median"] == 1.0 != rows["float32"]["over by hand"]["median"]
+    assert "saved_bytes" not in rows["bfloat16"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not pytorch.is_there(), reason="needs the extra torch")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_pytorch_trains_the_gpt_of_the_others(dtype):
+    import torch
+
+    suite = options.TINY[options.GPT]
+    assert isinstance(suite, options.GPT)
+    step, losses = pytorch.Step(suite, dtype), []
+    ours = problems.gpt(suite.layers, suite.width, suite.batch, suite.length, suite.vocabulary)
+    parameters = sum(p.numel() for p in step._model.parameters())
+    assert parameters == sum(x.size for x in jax.tree.leaves(ours.params))
+    for _ in range(5):
+        step.run()
+        losses.append(step.loss)
+    assert losses[0] == pytest.approx(np.log(suite.vocabulary), rel=0.05)
+    assert losses[-1] < losses[0]
+    assert all(p.dtype == torch.float32 for p in step._model.parameters())
 
 
 @pytest.mark.slow
