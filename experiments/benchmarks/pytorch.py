@@ -32,7 +32,7 @@ class Step:
 
         Args:
           suite: the sizes.
-          dtype: of `torch.autocast`; "float32" is without it. float16 gets a `torch.amp.GradScaler`.
+          dtype: of `torch.autocast`; "float32" is without it.
         """
         import torch
 
@@ -40,7 +40,6 @@ class Step:
         self._model = _gpt(suite)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=3e-4, weight_decay=1e-4)
         self._tokens = torch.randint(0, suite.vocabulary, (suite.batch, suite.length + 1))
-        self._scaler = torch.amp.GradScaler("cpu", init_scale=2.0**15, enabled=dtype == "float16")
         self._region: Callable[[], Any] = contextlib.nullcontext
         if dtype != "float32":
             self._region = lambda: torch.autocast("cpu", dtype=getattr(torch, dtype))
@@ -53,9 +52,8 @@ class Step:
         with self._region():
             logits = self._model(self._tokens[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), self._tokens[:, 1:].flatten())
-        self._scaler.scale(loss).backward()
-        self._scaler.step(self._optimizer)
-        self._scaler.update()
+        loss.backward()
+        self._optimizer.step()
         self.loss = loss.item()
 
     def costs(self) -> dict[str, float]:

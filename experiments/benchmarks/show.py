@@ -61,6 +61,8 @@ def _table(title: str, columns: dict[str, str], rows: list[Row], cells: list[dic
         result.add_column(heading, justify="right", no_wrap=True)
     group = None
     for row, cell in zip(rows, cells, strict=True):
+        if not any(cell[key] for key in columns):
+            continue
         if row["group"] != group:
             group = row["group"]
             result.add_row(f"[bold]{group}[/bold]")

@@ -21,6 +21,7 @@ from experiments.benchmarks.problems import Problem
 from experiments.benchmarks.steps import Contender
 from experiments.benchmarks.timing import Compiled, Measured, Row, by_turns, measure_steps, ratio, spread
 from experiments.errors import UsageError
+from mpjax import cpu
 from mpjax.autocast import hooked
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -57,7 +58,13 @@ def gpt(suite: options.GPT, say: Say) -> list[Row]:
         say(pytorch.EXTRA)
         return _precisions(problem, suite.rounds)
     say("PyTorch's time over float32 is over its own")
-    return _precisions(problem, suite.rounds, {"PyTorch": functools.partial(pytorch.Step, suite)})
+    dtypes = ["float32"]
+    if suite.quick or cpu.has_native_bfloat16():
+        dtypes.append("bfloat16")
+    else:
+        say("PyTorch in bfloat16 is left out: without the instructions for it a step takes a minute")
+    others = {(dtype, "PyTorch"): functools.partial(pytorch.Step, suite, dtype) for dtype in dtypes}
+    return _precisions(problem, suite.rounds, others)
 
 
 def resnet(suite: options.ResNet, say: Say) -> list[Row]:
@@ -67,14 +74,16 @@ def resnet(suite: options.ResNet, say: Say) -> list[Row]:
 
 
 def _precisions(
-    problem: Problem, rounds: int, others: Mapping[str, Callable[[str], Measured]] = MappingProxyType({})
+    problem: Problem,
+    rounds: int,
+    others: Mapping[tuple[str, str], Callable[[], Measured]] = MappingProxyType({}),
 ) -> list[Row]:
     """Every library in every precision; the base is by hand where that exists, else Flax with dtypes by hand.
 
     Args:
       problem: what is trained.
       rounds: how often each takes a step.
-      others: from the name of another framework to its step in a dtype, which is measured over its own float32.
+      others: from dtype and name of another framework to its step, which is measured over its own float32.
     """
     bar = "Flax" if problem.by_hand is None else "by hand"
     contenders: dict[tuple[str, str], Measured] = {}
@@ -83,10 +92,9 @@ def _precisions(
         for c in _libraries(problem, dtype):
             contenders[dtype, c.name] = Compiled(c, problem.batch)
             saved[dtype, c.name] = {"saved_bytes": _saved_bytes(c, problem)}
-        for name, make in others.items():
-            contenders[dtype, name] = make(dtype)
+        contenders |= {key: make() for key, make in others.items() if key[0] == dtype}
     bases: dict[str, Callable[[tuple[str, str]], tuple[str, str]]] = {
-        "over float32": lambda key: ("float32", key[1] if key[1] in others else bar),
+        "over float32": lambda key: ("float32", key[1] if key in others else bar),
         f"over {bar}": lambda key: (key[0], bar),
     }
     rows = measure_steps(contenders, rounds, bases)
