@@ -91,6 +91,7 @@ def plot(content: dict[str, Any], path: Path) -> None:
         axes.barh(places, middles, xerr=errors, color=colours, height=0.7, error_kw={"lw": 1, "capsize": 2})
         for place, middle, high in zip(places, middles, errors[1], strict=True):
             axes.text(middle + high, place, f"  {middle:.2f}", va="center", ha="left", fontsize=8)
+        axes.set_ylim(-0.8, len(rows) - 0.2)
         axes.set_yticks(places, [f"{row['group']}: {row['name']}" for row in rows], fontsize=8)
         axes.axvline(1.0, color="black", lw=0.8)
         axes.set(xlabel=f"time {ratio} (less is better)")
