@@ -18,38 +18,39 @@ files that it passes through:
 5. `train_state` applies them, or skips the step as if it had not been. `placement` says which device holds what of it.
 """
 
-from mpjax import nnx as nnx
+from mpjax._frameworks import linen as _linen  # noqa: F401  (opens the interceptor)
 
-from mpjax import linen as linen  # isort: skip  (opens the interceptor)
 from mpjax import checkpoint as checkpoint
 from mpjax import divergence as divergence
+from mpjax import linen as linen
+from mpjax import nnx as nnx
 from mpjax import testing as testing
-from mpjax.audit import audit as audit
-from mpjax.autocast import autocast as autocast
-from mpjax.autocast import full_precision as full_precision
-from mpjax.casting import cast_floating as cast_floating
-from mpjax.casting import cast_to_full as cast_to_full
-from mpjax.casting import cast_to_half as cast_to_half
-from mpjax.dtypes import half_dtype as half_dtype
-from mpjax.dtypes import limits as limits
-from mpjax.explain import explain as explain
-from mpjax.gradients import all_finite as all_finite
-from mpjax.gradients import select_tree as select_tree
-from mpjax.gradients import value_and_grad as value_and_grad
-from mpjax.loss_scale import DynamicLossScale as DynamicLossScale
-from mpjax.loss_scale import LossScale as LossScale
-from mpjax.loss_scale import NoOpLossScale as NoOpLossScale
-from mpjax.loss_scale import StaticLossScale as StaticLossScale
-from mpjax.loss_scale import loss_scale_for as loss_scale_for
-from mpjax.parallel import all_gather as all_gather
-from mpjax.placement import state_shardings as state_shardings
-from mpjax.policy import Policy as Policy
-from mpjax.policy import default_policy as default_policy
-from mpjax.policy import get_policy as get_policy
-from mpjax.policy_map import PolicyMap as PolicyMap
-from mpjax.policy_map import as_policy_map as as_policy_map
-from mpjax.train_state import TrainState as TrainState
-from mpjax.train_state import cast_params as cast_params
-from mpjax.train_step import make_train_step as make_train_step
+from mpjax._audit.audit import audit as audit
+from mpjax._frameworks.autocast import autocast as autocast
+from mpjax._frameworks.autocast import full_precision as full_precision
+from mpjax._frameworks.explain import explain as explain
+from mpjax._precision.casting import cast_floating as cast_floating
+from mpjax._precision.casting import cast_to_full as cast_to_full
+from mpjax._precision.casting import cast_to_half as cast_to_half
+from mpjax._precision.dtypes import half_dtype as half_dtype
+from mpjax._precision.dtypes import limits as limits
+from mpjax._precision.policy import Policy as Policy
+from mpjax._precision.policy import default_policy as default_policy
+from mpjax._precision.policy import get_policy as get_policy
+from mpjax._precision.policy_map import PolicyMap as PolicyMap
+from mpjax._precision.policy_map import as_policy_map as as_policy_map
+from mpjax._training.cross_device import all_gather as all_gather
+from mpjax._training.gradients import all_finite as all_finite
+from mpjax._training.gradients import select_tree as select_tree
+from mpjax._training.gradients import value_and_grad as value_and_grad
+from mpjax._training.loss_scale import DynamicLossScale as DynamicLossScale
+from mpjax._training.loss_scale import LossScale as LossScale
+from mpjax._training.loss_scale import NoOpLossScale as NoOpLossScale
+from mpjax._training.loss_scale import StaticLossScale as StaticLossScale
+from mpjax._training.loss_scale import loss_scale_for as loss_scale_for
+from mpjax._training.state_sharding import state_shardings as state_shardings
+from mpjax._training.train_state import TrainState as TrainState
+from mpjax._training.train_state import cast_params as cast_params
+from mpjax._training.train_step import make_train_step as make_train_step
 
 __version__ = "0.1.0"

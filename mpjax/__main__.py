@@ -12,11 +12,11 @@ from typing import Any
 
 from flax import linen, nnx
 
-from mpjax.audit import audit
-from mpjax.explain import explain
-from mpjax.findings import KINDS
-from mpjax.lowering import PLATFORMS, check_platform
-from mpjax.policy_map import PolicyMap, as_policy_map
+from mpjax._audit.audit import audit
+from mpjax._audit.findings import KINDS
+from mpjax._audit.stablehlo import PLATFORMS, check_platform
+from mpjax._frameworks.explain import explain
+from mpjax._precision.policy_map import PolicyMap, as_policy_map
 
 FOUND, USAGE = 1, 2
 

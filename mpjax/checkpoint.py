@@ -11,12 +11,12 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from mpjax import manifest as manifests
-from mpjax.loss_scale import check_loss_scale
-from mpjax.manifest import CheckpointError as CheckpointError
-from mpjax.manifest import DamageError as DamageError
-from mpjax.policy_map import PolicyMap, as_policy_map
-from mpjax.train_state import check_params
+from mpjax._precision.policy_map import PolicyMap, as_policy_map
+from mpjax._training import manifest as manifests
+from mpjax._training.loss_scale import check_loss_scale
+from mpjax._training.manifest import CheckpointError as CheckpointError
+from mpjax._training.manifest import DamageError as DamageError
+from mpjax._training.train_state import check_params
 
 _ARRAYS, _MANIFEST = "state", "mpjax"
 _UNFINISHED = (".orbax-checkpoint-tmp", ".deleted")

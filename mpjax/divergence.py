@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax import casting, gradients
-from mpjax.loss_scale import DynamicLossScale
+from mpjax._precision import casting
+from mpjax._training import gradients
+from mpjax._training.loss_scale import DynamicLossScale
 
 MAX_SKIPPED = 20
 _HISTORY = 8

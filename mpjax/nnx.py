@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from mpjax import gradients, parallel
-from mpjax.loss_scale import as_loss_scale, check_loss_scale, loss_scale_for
-from mpjax.nnx_modules import apply_policy as apply_policy
-from mpjax.nnx_modules import governed_modules as governed_modules
-from mpjax.nnx_modules import policies_of as policies_of
-from mpjax.nnx_modules import stored_dtypes
-from mpjax.placement import placed
-from mpjax.train_state import apply_if_finite, check_stored
+from mpjax._frameworks.nnx import apply_policy as apply_policy
+from mpjax._frameworks.nnx import governed_modules as governed_modules
+from mpjax._frameworks.nnx import policies_of as policies_of
+from mpjax._frameworks.nnx import stored_dtypes
+from mpjax._training import cross_device, gradients
+from mpjax._training.loss_scale import as_loss_scale, check_loss_scale, loss_scale_for
+from mpjax._training.state_sharding import placed
+from mpjax._training.train_state import apply_if_finite, check_stored
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -75,8 +75,8 @@ def value_and_grad(
         )
         (loss, (aux, new_rest)), grads = grad_fn(loss_scale, params, rest, *args)
         grads = gradients.average(grads, params, loss, policies, loss_scale, axis_name, reduce_dtype)
-        loss = parallel.combine_metrics(loss, axis_name)
-        new_rest = parallel.average_state(new_rest, rest, axis_name)
+        loss = cross_device.combine_metrics(loss, axis_name)
+        new_rest = cross_device.average_state(new_rest, rest, axis_name)
         finite = gradients.all_finite(grads, averaged_over=axis_name)
         nnx.update(model, _kept_if(finite, new_rest, rest))
         return ((loss, aux) if has_aux else loss), grads, finite

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 
-from mpjax import casting
-from mpjax.audit import audit
-from mpjax.findings import Finding, Silenced
-from mpjax.policy_map import PolicyMap, as_policy_map
+from mpjax._audit.audit import audit
+from mpjax._audit.findings import Finding, Silenced
+from mpjax._precision import casting
+from mpjax._precision.policy_map import PolicyMap, as_policy_map
 
 T = TypeVar("T")
 Policies: TypeAlias = str | Mapping[Any, Any] | jmp.Policy | PolicyMap

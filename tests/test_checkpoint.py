@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpjax
-from mpjax import manifest
+from mpjax._training import manifest
 from mpjax.checkpoint import CheckpointError, Checkpoints, CheckpointWarning
 
 MODEL = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(4)])

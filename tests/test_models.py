@@ -20,7 +20,7 @@ from programs import exported_products, input_dtypes, operand_dtypes, trace
 import mpjax
 from experiments.models.gpt import GPT, GPTSize
 from experiments.models.resnet import ResNet, ResNetSize
-from mpjax.autocast import under
+from mpjax._frameworks.autocast import under
 
 MIXED = "p=f32,c=bf16,o=f32"
 TOKENS = np.zeros((2, 16), np.int32)

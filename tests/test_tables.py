@@ -7,8 +7,9 @@ import pytest
 
 import mpjax
 from experiments import config, loop, tasks
-from mpjax import report, tables
-from mpjax.audit import Audit, Casts, Products, Saved
+from mpjax import _tables as tables
+from mpjax._audit import report
+from mpjax._audit.audit import Audit, Casts, Products, Saved
 
 HEADER = ("module", "products", "casts write", "saved for backward")
 ROWS = [

@@ -14,7 +14,7 @@ from rich.console import Console
 from experiments.benchmarks import gpu, options, show, suites
 from experiments.errors import UsageError
 from experiments.rundir import write_json
-from mpjax import cpu
+from mpjax._precision import cpu_lowering
 
 RUN: dict[type[options.Suite], Callable[..., list[Any]]] = {
     options.LossScale: suites.loss_scale,
@@ -77,7 +77,7 @@ def machine() -> dict[str, Any]:
         "device": jax.devices()[0].device_kind,
         "processor": _processor(),
         "devices": jax.device_count(),
-        "native bfloat16": cpu.has_native_bfloat16(),
+        "native bfloat16": cpu_lowering.has_native_bfloat16(),
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
     }

@@ -21,8 +21,8 @@ from experiments.benchmarks.problems import Problem
 from experiments.benchmarks.steps import Contender
 from experiments.benchmarks.timing import Compiled, Measured, Row, by_turns, measure_steps, ratio, spread
 from experiments.errors import UsageError
-from mpjax import cpu
-from mpjax.autocast import hooked
+from mpjax._frameworks.autocast import hooked
+from mpjax._precision import cpu_lowering
 
 DTYPES = ("float32", "bfloat16", "float16")
 Say = Callable[[str], None]
@@ -59,7 +59,7 @@ def gpt(suite: options.GPT, say: Say) -> list[Row]:
         return _precisions(problem, suite.rounds)
     say("PyTorch's time over float32 is over its own")
     dtypes = ["float32"]
-    if suite.quick or cpu.has_native_bfloat16():
+    if suite.quick or cpu_lowering.has_native_bfloat16():
         dtypes.append("bfloat16")
     else:
         say("PyTorch in bfloat16 is left out: without the instructions for it a step takes a minute")
