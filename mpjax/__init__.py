@@ -18,14 +18,13 @@ files that it passes through:
 5. `train_state` applies them, or skips the step as if it had not been. `placement` says which device holds what of it.
 """
 
-from mpjax._frameworks import linen as _linen  # noqa: F401  (opens the interceptor)
-
 from mpjax import checkpoint as checkpoint
 from mpjax import divergence as divergence
 from mpjax import linen as linen
 from mpjax import nnx as nnx
 from mpjax import testing as testing
 from mpjax._audit.audit import audit as audit
+from mpjax._frameworks import linen as _linen  # noqa: F401  (opens the interceptor)
 from mpjax._frameworks.autocast import autocast as autocast
 from mpjax._frameworks.autocast import full_precision as full_precision
 from mpjax._frameworks.explain import explain as explain

@@ -21,8 +21,8 @@ from experiments.benchmarks.problems import Problem
 from experiments.benchmarks.steps import Contender
 from experiments.benchmarks.timing import Compiled, Measured, Row, by_turns, measure_steps, ratio, spread
 from experiments.errors import UsageError
-from mpjax._frameworks.autocast import hooked
 from mpjax._precision import cpu_lowering
+from mpjax._precision.ops import hooked
 
 DTYPES = ("float32", "bfloat16", "float16")
 Say = Callable[[str], None]
