@@ -1,7 +1,8 @@
-"""Tables for a terminal: columns as wide as they need, and lines broken where it is narrow."""
+"""Tables for a terminal, whose cells are broken or shortened where it is narrow, and for a notebook."""
 
+import html as htmllib
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 Row = tuple[str, ...]
 
@@ -9,6 +10,8 @@ _GAP = "  "
 # The names in the first column have at least so much room; those that need more spill over empty cells, or get a line
 # of their own.
 _NAMES = 8
+# Cells are not shortened below this.
+_SHORTEST = 8
 
 
 def table(
@@ -18,10 +21,17 @@ def table(
     *,
     right: Collection[str] = (),
     breaks: Mapping[str, str],
+    shorten: Collection[str] = (),
 ) -> tuple[str, str]:
     """The header, and the table below it, that fit the terminal.
 
     Names in the first column are never broken.
+
+    >>> header, below = table(("module", "FLOPs"), [("head", "4 kFLOP")], right={"FLOPs"}, breaks={})
+    >>> print(header, below, sep="\\n")
+    module    FLOPs
+    ───────────────
+    head    4 kFLOP
 
     Args:
       header: the names of the columns, which may be broken between words.
@@ -29,14 +39,18 @@ def table(
       last: rows below a rule of their own.
       right: the columns that are aligned to the right.
       breaks: from columns whose cells may be broken to the text after which they may, such as ", ".
+      shorten: the columns whose cells may lose their beginning, as paths do whose end tells more: `…/attn/query`.
     """
     separators = [breaks.get(name) for name in header]
-    widths = _fitted(header, [*body, *last], separators)
+    widths = _fitted(header, [*body, *last], separators, [name in shorten for name in header])
     sides = [name in right for name in header]
     rule = "─" * (sum(widths) + len(_GAP) * (len(widths) - 1))
 
-    def lines(row: Row, separators: list[str | None]) -> list[str]:
-        name, *cells = row
+    def lines(row: Row) -> list[str]:
+        name, *cells = (
+            _shortened(cell, width) if column in shorten else cell
+            for column, cell, width in zip(header, row, widths, strict=True)
+        )
         spills = len(name) > widths[0]
         cells = ["" if spills else name, *cells]
         broken = [_broken(c, w, by) for c, w, by in zip(cells, widths, separators, strict=True)]
@@ -53,14 +67,30 @@ def table(
         sides,
         low=True,
     )
-    below = [rule, *(line for row in body for line in lines(row, separators))]
+    below = [rule, *(line for row in body for line in lines(row))]
     if last:
-        below += [rule, *(line for row in last for line in lines(row, separators))]
+        below += [rule, *(line for row in last for line in lines(row))]
     return "\n".join(title), "\n".join(below)
 
 
-def _fitted(header: Row, rows: list[Row], separators: list[str | None]) -> list[int]:
-    """The widths of the columns: lists give way first, then headers, then the room for names."""
+def html(header: Row, rows: Iterable[Row]) -> str:
+    """The table as a notebook shows it."""
+
+    def line(cells: Row, tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{htmllib.escape(c)}</{tag}>" for c in cells) + "</tr>"
+
+    body = "".join(line(cells, "td") for cells in rows)
+    return f"<table><thead>{line(header, 'th')}</thead><tbody>{body}</tbody></table>"
+
+
+def _shortened(cell: str, width: int) -> str:
+    return cell if len(cell) <= width else "…" + cell[len(cell) - width + 1 :]
+
+
+def _fitted(
+    header: Row, rows: list[Row], separators: list[str | None], shorten: list[bool]
+) -> list[int]:
+    """The widths of the columns: lists give way first, then headers, what may be shortened, the room for names."""
     columns = list(zip(*rows, strict=True)) or [()] * len(header)
     natural = [max(map(len, (name, *column))) for name, column in zip(header, columns, strict=True)]
     least = [
@@ -76,10 +106,12 @@ def _fitted(header: Row, rows: list[Row], separators: list[str | None]) -> list[
     room = shutil.get_terminal_size((120, 24)).columns - len(_GAP) * (len(widths) - 1)
     lists = [i for i, by in enumerate(separators) if by is not None and i]
     others = [i for i, by in enumerate(separators) if by is None and i]
-    for group in (lists, others):
-        while sum(widths) > room and (wide := [i for i in group if widths[i] > least[i]]):
+    shortened = [i for i, may in enumerate(shorten) if may]
+    shortest = [_SHORTEST if may else least[i] for i, may in enumerate(shorten)]
+    for group, limits in ((lists, least), (others, least), (shortened, shortest)):
+        while sum(widths) > room and (wide := [i for i in group if widths[i] > limits[i]]):
             widths[max(wide, key=lambda i: widths[i])] -= 1
-    if sum(widths) > room:
+    if sum(widths) > room and not shorten[0]:
         limit = max(_NAMES, widths[0] - (sum(widths) - room))
         widths[0] = max((len(cell) for cell in (header[0], *columns[0]) if len(cell) <= limit), default=limit)
         while sum(widths) < room and (short := [i for i in lists if widths[i] < natural[i]]):

@@ -6,74 +6,118 @@ import io
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from mpjax import _tables as tables
-from mpjax._audit.findings import SEVERITIES, Finding, share
+from mpjax._audit.records import SEVERITIES, Finding, Records, percentage, summed
 
-if TYPE_CHECKING:
-    from mpjax._audit.audit import Audit
-
-_HEADER = ("module", "products", "FLOPs", "share", "operands", "casts write", "saved for backward")
-_RIGHT = {"products", "FLOPs", "share", "casts write"}
+HEADER = ("module", "matmuls", "FLOPs", "share", "operands", "casts write", "saved for backward")
+TOTAL = "total"
+_RIGHT = {"matmuls", "FLOPs", "share", "casts write"}
 # Where cells may be broken in a narrow terminal.
-_BREAKS = dict.fromkeys(("operands", "saved for backward", "before", "after"), ", ") | {"what": " "}
-_TOTAL = "total"
+_BREAKS = dict.fromkeys(("operands", "saved for backward"), ", ")
+_FINDINGS = ("severity", "kind", "module", "line", "what", "shapes", "share", "why it matters", "what to do")
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "dim"}
 _SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
 
-# Places of one kind of finding that are printed.
+# Locations of one kind of finding that are printed.
 _SHOWN = 6
 
 
-def rows(audit: "Audit") -> list[tables.Row]:
-    """A row for each module, those that differ in a number of their path and nothing else together."""
-    groups: dict[Any, list[str]] = {}
-    flops, saved, casts, count = _by_module(audit)
-    for module in audit.modules:
-        if not (module in flops or module in saved or module in casts):
-            continue
-        dtypes = frozenset(flops.get(module, {})), frozenset(saved.get(module, {}))
-        groups.setdefault((re.sub(r"\d+", "*", module), dtypes), []).append(module)
-    table: list[tables.Row] = []
-    for (pattern, _), members in groups.items():
-        name = members[0] if len(members) == 1 else f"{pattern} (×{len(members)})"
-        own_flops = _merged(flops.get(m, {}) for m in members)
-        table.append(
-            (
-                name or "(model)",
-                str(sum(count.get(m, 0) for m in members) or ""),
-                quantity(sum(own_flops.values()), "FLOP") if own_flops else "",
-                share(sum(own_flops.values()) / audit.total_flops) if own_flops else "",
-                _shares(own_flops),
-                quantity(sum(casts.get(m, 0) for m in members), "B"),
-                _amounts(_merged(saved.get(m, {}) for m in members)),
-            )
-        )
-    return table
+@dataclasses.dataclass
+class Totals:
+    """The numbers of one module, or of several together.
+
+    Attributes:
+      count: of matmuls.
+      flops: of matmuls, by their operand dtypes.
+      cast_bytes: what casts write.
+      saved: bytes saved for the backward pass, by dtype.
+    """
+
+    count: int = 0
+    flops: dict[str, int] = dataclasses.field(default_factory=dict)
+    cast_bytes: int = 0
+    saved: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.flops or self.cast_bytes or self.saved)
+
+    @property
+    def total_flops(self) -> int:
+        return sum(self.flops.values())
 
 
-def total(audit: "Audit") -> tables.Row:
-    """The last row."""
-    return (
-        _TOTAL,
-        str(sum(p.count for p in audit.products)),
-        quantity(audit.total_flops, "FLOP"),
-        "",
-        _shares(audit.flops),
-        quantity(audit.cast_bytes, "B"),
-        _amounts(audit.saved_bytes),
+def by_module(audit: Records) -> dict[str, Totals]:
+    """The numbers of each module, in the order in which they first run."""
+    totals = {module: Totals() for module in audit.modules}
+    for m in audit.matmuls:
+        own = totals.setdefault(m.module, Totals())
+        own.count += m.count
+        own.flops[m.operands] = own.flops.get(m.operands, 0) + m.flops
+    for c in audit.casts:
+        totals.setdefault(c.module, Totals()).cast_bytes += c.bytes
+    for s in audit.saved:
+        totals.setdefault(s.module, Totals()).saved[s.dtype] = s.bytes
+    return totals
+
+
+def whole(audit: Records) -> Totals:
+    """The numbers of all modules together."""
+    return Totals(sum(m.count for m in audit.matmuls), audit.flops, audit.cast_bytes, audit.saved_bytes)
+
+
+def _together(parts: Sequence[Totals]) -> Totals:
+    return Totals(
+        sum(p.count for p in parts),
+        summed(item for p in parts for item in p.flops.items()),
+        sum(p.cast_bytes for p in parts),
+        summed(item for p in parts for item in p.saved.items()),
     )
 
 
-def phases(audit: "Audit") -> list[str]:
-    """A line for each phase that has products: how its FLOPs are divided among operand dtypes."""
+def rows(audit: Records) -> list[tables.Row]:
+    """A row for each module, those that differ in a number of their path and nothing else together."""
+    groups: dict[Any, dict[str, Totals]] = {}
+    for module, own in by_module(audit).items():
+        if own:
+            dtypes = frozenset(own.flops), frozenset(own.saved)
+            groups.setdefault((re.sub(r"\d+", "*", module), dtypes), {})[module] = own
+    table: list[tables.Row] = []
+    for (pattern, _), members in groups.items():
+        name = next(iter(members)) if len(members) == 1 else f"{pattern} (×{len(members)})"
+        own = _together(list(members.values()))
+        part = percentage(own.total_flops / audit.total_flops) if own.flops else ""
+        table.append(_row(name or "(model)", own, part))
+    return table
+
+
+def total(audit: Records) -> tables.Row:
+    """The last row."""
+    name, _, *cells = _row(TOTAL, whole(audit), "")
+    return (name, str(whole(audit).count), *cells)
+
+
+def _row(name: str, own: Totals, part: str) -> tables.Row:
+    return (
+        name,
+        str(own.count or ""),
+        quantity(own.total_flops, "FLOP"),
+        part,
+        shares(own.flops),
+        quantity(own.cast_bytes, "B"),
+        amounts(own.saved),
+    )
+
+
+def phases(audit: Records) -> list[str]:
+    """A line for each phase that has matmuls: how its FLOPs are divided among operand dtypes."""
     by_phase: dict[str, dict[str, int]] = {}
-    for p in audit.products:
-        own = by_phase.setdefault(p.phase, {})
-        own[p.operands] = own.get(p.operands, 0) + p.flops
-    return [f"{phase}: {quantity(sum(f.values()), 'FLOP')}, {_shares(f)}" for phase, f in by_phase.items()]
+    for m in audit.matmuls:
+        own = by_phase.setdefault(m.phase, {})
+        own[m.operands] = own.get(m.operands, 0) + m.flops
+    return [f"{phase}: {quantity(sum(f.values()), 'FLOP')}, {shares(f)}" for phase, f in by_phase.items()]
 
 
 def summary(findings: Sequence[Finding]) -> str:
@@ -82,145 +126,51 @@ def summary(findings: Sequence[Finding]) -> str:
     return ", ".join(f"{n} {s}{'s' if n != 1 else ''}" for n, s in counts if n) or "no findings"
 
 
-def text(audit: "Audit") -> str:
+def text(audit: Records) -> str:
     """The audit as it prints in a terminal."""
     head = f"audit of {audit.name}: {summary(audit.findings)}"
-    table = _table(_HEADER, rows(audit), [total(audit)])
+    table = printed(HEADER, rows(audit), [total(audit)], right=_RIGHT, breaks=_BREAKS)
     after = [*phases(audit), *_lowering(audit), *_finding_blocks(audit.findings)]
     return "\n".join([_coloured(head), table, *map(_coloured, after)])
 
 
 def _finding_blocks(findings: Sequence[Finding]) -> list[str]:
-    """A block for each kind: its places, those in modules that differ in a number only as one, then the advice."""
+    """A block for each kind: its locations, one for modules that differ in a number only, then the advice."""
     kinds: dict[tuple[str, str], dict[Any, list[Finding]]] = {}
     for f in findings:
-        place = (re.sub(r"\d+", "*", f.module), f.phase, f.where, f.shapes)
-        kinds.setdefault((f.severity, f.kind), {}).setdefault(place, []).append(f)
+        location = (re.sub(r"\d+", "*", f.module), f.phase, f.where, f.shapes)
+        kinds.setdefault((f.severity, f.kind), {}).setdefault(location, []).append(f)
     blocks = []
-    for (severity, kind), places in kinds.items():
+    for (severity, kind), locations in kinds.items():
         lines = [f"\n{severity}: {kind}"]
-        for (pattern, phase, where, shapes), same in list(places.items())[:_SHOWN]:
+        for (pattern, phase, where, shapes), same in list(locations.items())[:_SHOWN]:
             modules = {f.module for f in same}
             name = (same[0].module or "(model)") if len(modules) == 1 else f"{pattern} (×{len(modules)})"
-            concerned = f"{share(sum(f.share for f in same))} of the {same[0].share_of}"
+            concerned = f"{percentage(sum(f.share for f in same))} of the {same[0].share_of}"
             lines += [f"  {name}, {phase}, {where}: {same[0].message}", f"    {shapes}: {concerned}"]
-        if len(places) > _SHOWN:
-            lines.append(f"  and {len(places) - _SHOWN} more places, which .findings holds")
-        first = next(iter(places.values()))[0]
+        if len(locations) > _SHOWN:
+            lines.append(f"  and {len(locations) - _SHOWN} more locations, which .findings holds")
+        first = next(iter(locations.values()))[0]
         blocks.append("\n".join([*lines, f"  Why it matters: {first.why}", f"  What to do: {first.fix}"]))
     return blocks
 
 
-def html(audit: "Audit") -> str:
+def html(audit: Records) -> str:
     """The audit as a notebook shows it."""
-
-    def row(cells: Iterable[str], tag: str = "td") -> str:
-        return "<tr>" + "".join(f"<{tag}>{htmllib.escape(c)}</{tag}>" for c in cells) + "</tr>"
-
-    def table(header: tuple[str, ...], body: Iterable[tuple[str, ...]]) -> str:
-        return f"<table><thead>{row(header, 'th')}</thead><tbody>{''.join(map(row, body))}</tbody></table>"
-
     found = [
         (
-            f.severity,
-            f.kind,
-            f.module or "(model)",
-            f.where,
-            f.message,
-            f.shapes,
-            share(f.share),
-            f.why,
-            f.fix,
+            *(f.severity, f.kind, f.module or "(model)", f.where, f.message, f.shapes),
+            *(percentage(f.share), f.why, f.fix),
         )
         for f in audit.findings
     ]
-    header = ("severity", "kind", "module", "line", "what", "shapes", "share", "why it matters", "what to do")
     lines = "".join(f"<p>{htmllib.escape(line)}</p>" for line in [*phases(audit), *_lowering(audit)])
     return (
         f"<p><b>audit of {htmllib.escape(audit.name)}</b>: {summary(audit.findings)}</p>"
-        + table(_HEADER, [*rows(audit), total(audit)])
+        + tables.html(HEADER, [*rows(audit), total(audit)])
         + lines
-        + (table(header, found) if found else "")
+        + (tables.html(_FINDINGS, found) if found else "")
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Diff:
-    """What differs between two audits.
-
-    Attributes:
-      changes: (module, what, before, after), such as `("blocks/0/attn", "operands", "f32", "bf16")`.
-      gone: findings of the first that the second does not have.
-      new: findings of the second that the first does not have.
-    """
-
-    changes: tuple[tuple[str, str, str, str], ...]
-    gone: tuple[Finding, ...]
-    new: tuple[Finding, ...]
-
-    def __bool__(self) -> bool:
-        return bool(self.changes or self.gone or self.new)
-
-    def __str__(self) -> str:
-        if not self:
-            return "no difference"
-        header = ("module", "what", "before", "after")
-        body = [change for change in self.changes if change[0] != _TOTAL]
-        whole = [change for change in self.changes if change[0] == _TOTAL]
-        lines = [_table(header, body, whole)] if self.changes else []
-        for title, found in (("gone", self.gone), ("new", self.new)):
-            lines += [f"{title}: {f.severity}: {f.kind} in {f.module or '(model)'}, {f.where}" for f in found]
-        return "\n".join(lines)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{htmllib.escape(str(self))}</pre>"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The difference as plain strings, lists and dicts."""
-        names = ("module", "what", "before", "after")
-        return {
-            "changes": [dict(zip(names, change, strict=True)) for change in self.changes],
-            "gone": [dataclasses.asdict(f) for f in self.gone],
-            "new": [dataclasses.asdict(f) for f in self.new],
-        }
-
-
-def diff(before: "Audit", after: "Audit") -> Diff:
-    """See `Audit.diff`."""
-    described = [_described(a) for a in (before, after)]
-    # What either has in all comes last, in whichever of them its modules come.
-    modules = [m for m in dict.fromkeys([*described[0], *described[1]]) if m != _TOTAL]
-    changes = []
-    for module in [*modules, _TOTAL]:
-        olds, news = (d.get(module, {}) for d in described)
-        for what in dict.fromkeys([*olds, *news]):
-            old, new = olds.get(what, ""), news.get(what, "")
-            if old != new:
-                changes.append((module, what, old or "none", new or "none"))
-    keys = [{(f.kind, f.module, f.file, f.line) for f in a.findings} for a in (before, after)]
-    return Diff(
-        tuple(changes),
-        tuple(f for f in before.findings if (f.kind, f.module, f.file, f.line) not in keys[1]),
-        tuple(f for f in after.findings if (f.kind, f.module, f.file, f.line) not in keys[0]),
-    )
-
-
-def _described(audit: "Audit") -> dict[str, dict[str, str]]:
-    """What is compared of each module, and of the whole."""
-    flops, saved, casts, _ = _by_module(audit)
-    found: dict[str, dict[str, str]] = {}
-    for module in audit.modules:
-        found[module or "(model)"] = {
-            "operands": _shares(flops.get(module, {})),
-            "FLOPs": quantity(sum(flops.get(module, {}).values()), "FLOP"),
-            "casts write": quantity(casts.get(module, 0), "B"),
-            "saved for backward": _amounts(saved.get(module, {})),
-        }
-    whole = dict(zip(_HEADER, total(audit), strict=True))
-    found[_TOTAL] = {name: whole[name] for name in ("operands", "FLOPs", "casts write", "saved for backward")}
-    return found
 
 
 def quantity(n: int, unit: str) -> str:
@@ -235,42 +185,17 @@ def quantity(n: int, unit: str) -> str:
     return f"{value:.3g} {prefix}{unit}" if value < 1000 else f"{value:.0f} {prefix}{unit}"
 
 
-def _by_module(audit: "Audit") -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]], dict, dict]:
-    """By module: FLOPs by operands, saved bytes by dtype, bytes of casts, products."""
-    flops: dict[str, dict[str, int]] = {}
-    saved: dict[str, dict[str, int]] = {}
-    casts: dict[str, int] = {}
-    count: dict[str, int] = {}
-    for p in audit.products:
-        own = flops.setdefault(p.module, {})
-        own[p.operands] = own.get(p.operands, 0) + p.flops
-        count[p.module] = count.get(p.module, 0) + p.count
-    for s in audit.saved:
-        saved.setdefault(s.module, {})[s.dtype] = s.bytes
-    for c in audit.casts:
-        casts[c.module] = casts.get(c.module, 0) + c.bytes
-    return flops, saved, casts, count
-
-
-def _merged(parts: Iterable[dict[str, int]]) -> dict[str, int]:
-    merged: dict[str, int] = {}
-    for part in parts:
-        for key, n in part.items():
-            merged[key] = merged.get(key, 0) + n
-    return merged
-
-
-def _shares(flops: dict[str, int]) -> str:
+def shares(flops: dict[str, int]) -> str:
     """`bf16`, or `bf16 75.0 %, f32 25.0 %`."""
-    whole = sum(flops.values())
+    all_flops = sum(flops.values())
     names = {key: " × ".join(_SHORT.get(d, d) for d in key.split(" × ")) for key in flops}
     if len(flops) == 1:
         return next(iter(names.values()))
     ordered = sorted(flops, key=lambda k: -flops[k])
-    return ", ".join(f"{names[k]} {share(flops[k] / whole)}" for k in ordered)
+    return ", ".join(f"{names[k]} {percentage(flops[k] / all_flops)}" for k in ordered)
 
 
-def _amounts(sizes: dict[str, int]) -> str:
+def amounts(sizes: dict[str, int]) -> str:
     """`bf16 12 MB, f32 3 MB, other 1 kB`: floating dtypes, the largest first, then integers and bools together."""
     floating = {_SHORT.get(k, k): n for k, n in sizes.items() if n and "float" in k}
     other = sum(sizes.values()) - sum(floating.values())
@@ -278,11 +203,11 @@ def _amounts(sizes: dict[str, int]) -> str:
     return ", ".join(f"{name} {quantity(n, 'B')}" for name, n in amounts)
 
 
-def _lowering(audit: "Audit") -> list[str]:
+def _lowering(audit: Records) -> list[str]:
     if audit.lowering is None:
         return []
     found = ", ".join(f"{n} of {operands}" for operands, n in audit.lowering.lowered.items()) or "none"
-    return [f"products in the StableHLO for {audit.lowering.platform}: {found}"]
+    return [f"matmuls in the StableHLO for {audit.lowering.platform}: {found}"]
 
 
 def _coloured(line: str) -> str:
@@ -292,17 +217,25 @@ def _coloured(line: str) -> str:
     start, colon, rest = line.lstrip("\n").partition(":")
     if start not in _COLOURS:
         return line
-    return _printed(rich, rich["Text"].assemble((start, _COLOURS[start]), colon + rest))
+    return _rendered(rich, rich["Text"].assemble((start, _COLOURS[start]), colon + rest))
 
 
-def _table(header: tables.Row, body: Sequence[tables.Row], last: Sequence[tables.Row]) -> str:
-    title, below = tables.table(header, body, last, right=_RIGHT, breaks=_BREAKS)
+def printed(
+    header: tables.Row,
+    body: Collection[tables.Row],
+    last: Collection[tables.Row] = (),
+    *,
+    right: Collection[str] = (),
+    breaks: Mapping[str, str],
+) -> str:
+    """A table whose header is bold, where there is a terminal that shows it."""
+    title, below = tables.table(header, body, last, right=right, breaks=breaks)
     if sys.stdout.isatty() and (rich := _rich()) is not None:
-        title = _printed(rich, rich["Text"](title, "bold"))
+        title = _rendered(rich, rich["Text"](title, "bold"))
     return f"{title}\n{below}"
 
 
-def _printed(rich: dict[str, Any], renderable: Any) -> str:
+def _rendered(rich: dict[str, Any], renderable: Any) -> str:
     out = io.StringIO()
     console = rich["Console"](
         file=out,
