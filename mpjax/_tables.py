@@ -23,12 +23,12 @@ def table(
     breaks: Mapping[str, str],
     shorten: Collection[str] = (),
 ) -> tuple[str, str]:
-    """The header, and the table below it, that fit the terminal.
+    r"""The header, and the table below it, that fit the terminal.
 
     Names in the first column are never broken.
 
     >>> header, below = table(("module", "FLOPs"), [("head", "4 kFLOP")], right={"FLOPs"}, breaks={})
-    >>> print(header, below, sep="\\n")
+    >>> print(header, below, sep="\n")
     module    FLOPs
     ───────────────
     head    4 kFLOP
@@ -87,9 +87,7 @@ def _shortened(cell: str, width: int) -> str:
     return cell if len(cell) <= width else "…" + cell[len(cell) - width + 1 :]
 
 
-def _fitted(
-    header: Row, rows: list[Row], separators: list[str | None], shorten: list[bool]
-) -> list[int]:
+def _fitted(header: Row, rows: list[Row], separators: list[str | None], shorten: list[bool]) -> list[int]:
     """The widths of the columns: lists give way first, then headers, what may be shortened, the room for names."""
     columns = list(zip(*rows, strict=True)) or [()] * len(header)
     natural = [max(map(len, (name, *column))) for name, column in zip(header, columns, strict=True)]

@@ -17,14 +17,15 @@ import jmp
 import numpy as np
 
 from mpjax._audit.audit import audit
-from mpjax._audit.findings import Finding, Silenced
+from mpjax._audit.findings import Silenced
+from mpjax._audit.result import Finding
 from mpjax._precision import casting
 from mpjax._precision.policy_map import PolicyMap, as_policy_map
 
 T = TypeVar("T")
 Policies: TypeAlias = str | Mapping[Any, Any] | jmp.Policy | PolicyMap
 
-_PRODUCT_KINDS = ("silent-upcast", "below-policy", "mixed-operands")
+_MATMUL_KINDS = ("silent-upcast", "below-policy", "mixed-operands")
 # As many halvings as lie between the largest and the smallest number of float32.
 _MOST_BACKOFFS = 280
 # What may change when a step is skipped.
@@ -32,23 +33,23 @@ _COUNTERS = ("step", "skipped", "loss_scale")
 
 
 def assert_policy_holds(fn: Callable[..., Any], *args: Any, policies: Policies) -> None:
-    """Asserts that every product of `fn` takes the operands that the policies say, in forward and backward.
+    """Asserts that every matmul of `fn` takes the operands that the policies say, in forward and backward.
 
     Args:
-      fn: any JAX function, such as a train step; it is traced as it is, not under the policies.
+      fn: any JAX function, such as a train step; it is traced unchanged, not under the policies.
       *args: its arguments: arrays or `jax.ShapeDtypeStruct`s.
       policies: a policy string, a policy, a dict from pattern to policy, or a `PolicyMap`.
 
     Raises:
-      AssertionError: with the findings, if a product does not, or if there is none.
+      AssertionError: with the findings, if a matmul does not, or if there is none.
       ValueError: if a pattern of the policies governs no module of `fn`.
     """
     found = audit(fn, *args, policies=policies)
-    if not found.products:
+    if not found.matmuls:
         raise AssertionError(
-            f"{found.name} has no product or convolution, so that it holds a policy shows nothing."
+            f"{found.name} has no matmul and no convolution, so nothing shows whether it holds a policy."
         )
-    wrong = [f for f in found.findings if f.kind in _PRODUCT_KINDS]
+    wrong = [f for f in found.findings if f.kind in _MATMUL_KINDS]
     _fail_with(wrong, f"{found.name} does not hold the policy '{as_policy_map(policies)}'")
 
 
@@ -59,21 +60,21 @@ def assert_no_findings(
     severity: str = "warning",
     ignore: Silenced | None = None,
 ) -> None:
-    """Asserts that an audit finds nothing of a severity or graver.
+    """Asserts that an audit finds nothing of a severity or a more severe one.
 
     Args:
       fn: any JAX function.
       *args: its arguments: arrays or `jax.ShapeDtypeStruct`s.
       policies: what to compare it with; see `mpjax.audit`.
       severity: "error", "warning" or "note".
-      ignore: findings that are meant; see `mpjax.audit`.
+      ignore: findings that are intended; see `mpjax.audit`.
 
     Raises:
       AssertionError: with the findings.
       ValueError: if the severity is none of these.
     """
     found = audit(fn, *args, policies=policies, ignore=ignore)
-    _fail_with(found.at_least(severity), f"{found.name} has findings of severity '{severity}' or graver")
+    _fail_with(found.at_least(severity), f"{found.name} has findings of severity '{severity}' or above")
 
 
 def assert_traces_once(step: Callable[..., Any], *args: Any) -> None:
@@ -117,7 +118,7 @@ def assert_traces_once(step: Callable[..., Any], *args: Any) -> None:
 def assert_skips_cleanly(step: Callable[..., Any], state: Any, batch: Any, *rest: Any) -> None:
     """Asserts that a step whose gradients are not finite leaves the state bit-identical.
 
-    Runs `step` on the batch as it is, which must change the parameters (once a dynamic loss scale has found its
+    Runs `step` on the batch unchanged, which must change the parameters (once a dynamic loss scale has found its
     range), and with NaN in each row of each parameter, which makes the loss and the gradients NaN. Then
     only `step`, `skipped` and `loss_scale` may have changed.
 
@@ -181,7 +182,7 @@ def _copy(x: Any) -> Any:
 
 
 def _poisoned(params: T) -> T:
-    """The parameters with NaN in each row, so that one is met whatever is looked up, and numbers beside it."""
+    """The parameters with NaN in each row, so that any lookup meets one, and with finite numbers too."""
 
     def poison(x: Any) -> Any:
         if not casting.is_floating_array(x) or x.size == 0:

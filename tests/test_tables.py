@@ -9,9 +9,9 @@ import mpjax
 from experiments import config, loop, tasks
 from mpjax import _tables as tables
 from mpjax._audit import report
-from mpjax._audit.audit import Audit, Casts, Products, Saved
+from mpjax._audit.result import Audit, Casts, Matmuls, Saved
 
-HEADER = ("module", "products", "casts write", "saved for backward")
+HEADER = ("module", "matmuls", "casts write", "saved for backward")
 ROWS = [
     ("blocks/*/attention (×12)", "36", "1.25 MB", "f32 1.05 MB, other 5.12 kB"),
     ("blocks/*/norm (×12)", "", "18 B", "bf16 4 kB"),
@@ -22,59 +22,60 @@ TOTAL = ("total", "39", "1.25 MB", "f32 1.05 MB, bf16 4 kB, other 5.12 kB")
 
 def lines(columns: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv("COLUMNS", str(columns))
-    right, breaks = {"products", "casts write"}, {"saved for backward": ", "}
+    right, breaks = {"matmuls", "casts write"}, {"saved for backward": ", "}
     return "\n".join(tables.table(HEADER, ROWS, [TOTAL], right=right, breaks=breaks)).splitlines()
 
 
 def test_a_table_that_fits_has_a_line_for_each_row(monkeypatch):
     assert lines(100, monkeypatch) == [
-        "module                    products  casts write  saved for backward",
-        "─" * 86,
-        "blocks/*/attention (×12)        36      1.25 MB  f32 1.05 MB, other 5.12 kB",
-        "blocks/*/norm (×12)                        18 B  bf16 4 kB",
-        "head                             3",
-        "─" * 86,
-        "total                           39      1.25 MB  f32 1.05 MB, bf16 4 kB, other 5.12 kB",
+        "module                    matmuls  casts write  saved for backward",
+        "─" * 85,
+        "blocks/*/attention (×12)       36      1.25 MB  f32 1.05 MB, other 5.12 kB",
+        "blocks/*/norm (×12)                       18 B  bf16 4 kB",
+        "head                            3",
+        "─" * 85,
+        "total                          39      1.25 MB  f32 1.05 MB, bf16 4 kB, other 5.12 kB",
     ]
 
 
 def test_lists_give_way_before_headers_and_names(monkeypatch):
-    assert lines(68, monkeypatch) == [
-        "module                    products  casts write  saved for backward",
-        "─" * 68,
-        "blocks/*/attention (×12)        36      1.25 MB  f32 1.05 MB,",
-        "                                                 other 5.12 kB",
-        "blocks/*/norm (×12)                        18 B  bf16 4 kB",
-        "head                             3",
-        "─" * 68,
-        "total                           39      1.25 MB  f32 1.05 MB,",
-        "                                                 bf16 4 kB,",
-        "                                                 other 5.12 kB",
+    assert lines(67, monkeypatch) == [
+        "module                    matmuls  casts write  saved for backward",
+        "─" * 67,
+        "blocks/*/attention (×12)       36      1.25 MB  f32 1.05 MB,",
+        "                                                other 5.12 kB",
+        "blocks/*/norm (×12)                       18 B  bf16 4 kB",
+        "head                            3",
+        "─" * 67,
+        "total                          39      1.25 MB  f32 1.05 MB,",
+        "                                                bf16 4 kB,",
+        "                                                other 5.12 kB",
     ]
 
 
 def test_names_spill_over_empty_cells_or_have_a_line_of_their_own_but_are_never_broken(monkeypatch):
-    assert lines(42, monkeypatch) == [
-        "                    casts  saved for",
-        "module  products    write  backward",
-        "─" * 42,
+    assert lines(41, monkeypatch) == [
+        "                   casts  saved for",
+        "module  matmuls    write  backward",
+        "─" * 41,
         "blocks/*/attention (×12)",
-        "              36  1.25 MB  f32 1.05 MB,",
-        "                           other 5.12 kB",
-        "blocks/*/norm (×12)  18 B  bf16 4 kB",
-        "head           3",
-        "─" * 42,
-        "total         39  1.25 MB  f32 1.05 MB,",
-        "                           bf16 4 kB,",
-        "                           other 5.12 kB",
+        "             36  1.25 MB  f32 1.05 MB,",
+        "                          other 5.12 kB",
+        "blocks/*/norm (×12)",
+        "                    18 B  bf16 4 kB",
+        "head          3",
+        "─" * 41,
+        "total        39  1.25 MB  f32 1.05 MB,",
+        "                          bf16 4 kB,",
+        "                          other 5.12 kB",
     ]
 
 
 def test_a_table_without_rows_is_its_header(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert tables.table(HEADER, [], breaks={}) == (
-        "module  products  casts write  saved for backward",
-        "─" * 49,
+        "module  matmuls  casts write  saved for backward",
+        "─" * 48,
     )
 
 
@@ -98,10 +99,10 @@ def test_the_audit_of_the_experiments_fits_80_columns_with_whole_names(model, mo
 
 
 def made(**modules: int) -> Audit:
-    """An audit of modules that have a product, a cast and a saved value of so many bytes."""
+    """An audit of modules that have a matmul, a cast and a saved value of so many bytes."""
     return Audit(
         "f",
-        tuple(Products(m, "forward", "float32", 1, n) for m, n in modules.items()),
+        tuple(Matmuls(m, "forward", "float32", 1, n) for m, n in modules.items()),
         tuple(Casts(m, "forward", "float32", "bfloat16", 1, n) for m, n in modules.items()),
         tuple(Saved(m, "float32", n) for m, n in modules.items()),
         tuple((m, "forward", 1) for m in modules),

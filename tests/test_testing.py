@@ -32,7 +32,7 @@ def test_a_train_step_holds_its_policy():
     testing.assert_policy_holds(STEP, make_state(), X, policies=BF16)
 
 
-def test_a_function_that_does_not_hold_a_policy_fails_with_the_product():
+def test_a_function_that_does_not_hold_a_policy_fails_with_the_matmul():
     with pytest.raises(AssertionError) as caught:
         testing.assert_policy_holds(lambda x, w: x @ w, X, W, policies=BF16)
     message = str(caught.value)
@@ -60,7 +60,7 @@ def test_a_clean_function_has_no_findings():
 def test_a_finding_fails_and_prints_itself():
     with pytest.raises(AssertionError) as caught:
         testing.assert_no_findings(half_exp, X)
-    assert "half_exp has findings of severity 'warning' or graver:" in str(caught.value)
+    assert "half_exp has findings of severity 'warning' or above:" in str(caught.value)
     assert "warning: half-range in (model), forward, " in str(caught.value)
     assert "'exp' runs in float16." in str(caught.value)
 
@@ -159,8 +159,8 @@ def test_something_that_is_no_state_is_refused():
         testing.assert_skips_cleanly(STEP, {"w": W}, X)
 
 
-def test_a_function_without_a_product_shows_nothing_about_a_policy():
-    with pytest.raises(AssertionError, match="sin has no product or convolution"):
+def test_a_function_without_a_matmul_shows_nothing_about_a_policy():
+    with pytest.raises(AssertionError, match="sin has no matmul and no convolution"):
         testing.assert_policy_holds(jnp.sin, jnp.ones(3), policies="bfloat16")
 
 

@@ -1,183 +1,23 @@
 """`audit`: which precision a function really runs in, module by module, and what is wrong with it."""
 
-import dataclasses
-import json
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jmp
 from flax import nnx
 
-from mpjax._audit import flops as costs
-from mpjax._audit import report, residuals
-from mpjax._audit.checks import casts as check_casts
-from mpjax._audit.checks import matmuls as check_products
-from mpjax._audit.checks import numbers as check_numbers
-from mpjax._audit.checks import state as check_state
-from mpjax._audit.checks import sums as check_sums
-from mpjax._audit.findings import ERROR, NOTE, SEVERITIES, Finding, Findings, Silenced, silence
+from mpjax._audit import residuals
+from mpjax._audit.checks import CHECKS
+from mpjax._audit.findings import Findings, Silenced, silence
+from mpjax._audit.flops import flops
+from mpjax._audit.governed import check_governs
 from mpjax._audit.program import Op, Program
 from mpjax._audit.read_jaxpr import read, traced_anew
-from mpjax._audit.stablehlo import Lowering, check_platform, lower
+from mpjax._audit.records import summed
+from mpjax._audit.result import Audit, Casts, Matmuls, Saved
+from mpjax._audit.stablehlo import check_platform, lower
 from mpjax._precision.policy_map import PolicyMap, as_policy_map
-
-
-@dataclasses.dataclass(frozen=True)
-class Products:
-    """Products and convolutions of one module in one phase whose operands have the same dtypes.
-
-    Attributes:
-      module: `/`-joined path; empty for the model itself and for plain functions.
-      phase: "forward", "backward" or "optimizer".
-      operands: their dtype; of two dtypes both, as in "bfloat16 × float32".
-      count: how often such a product runs, each step of a loop counted.
-      flops: multiplications and additions of all of them.
-    """
-
-    module: str
-    phase: str
-    operands: str
-    count: int
-    flops: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Casts:
-    """Casts of one module in one phase from one floating format to another.
-
-    Attributes:
-      module: `/`-joined path.
-      phase: "forward", "backward" or "optimizer".
-      before: the dtype that is cast.
-      after: the dtype it is cast to.
-      count: how often such a cast runs.
-      bytes: what all of them write, unless the compiler fuses them into what follows.
-    """
-
-    module: str
-    phase: str
-    before: str
-    after: str
-    count: int
-    bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """What the forward pass of one module makes and the backward pass takes, in bytes on all devices."""
-
-    module: str
-    dtype: str
-    bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Audit:
-    """What a function runs in; it prints as a table in a terminal and in a notebook.
-
-    Attributes:
-      name: of the function.
-      products: products and convolutions by module, phase and operand dtypes.
-      casts: casts by module, phase and dtypes.
-      saved: bytes kept for the backward pass by module and dtype.
-      operations: how many operations of any kind the program has, by module and phase.
-      findings: what is wrong, the gravest first.
-      lowering: the products for another platform, if one was asked for.
-    """
-
-    name: str
-    products: tuple[Products, ...]
-    casts: tuple[Casts, ...]
-    saved: tuple[Saved, ...]
-    operations: tuple[tuple[str, str, int], ...]
-    findings: tuple[Finding, ...]
-    lowering: Lowering | None = None
-
-    @property
-    def flops(self) -> dict[str, int]:
-        """FLOPs of products and convolutions by operand dtypes."""
-        return _sum((p.operands, p.flops) for p in self.products)
-
-    @property
-    def total_flops(self) -> int:
-        """FLOPs of all products and convolutions."""
-        return sum(p.flops for p in self.products)
-
-    @property
-    def cast_bytes(self) -> int:
-        """Bytes that casts write."""
-        return sum(c.bytes for c in self.casts)
-
-    @property
-    def saved_bytes(self) -> dict[str, int]:
-        """Bytes kept for the backward pass by dtype."""
-        return _sum((s.dtype, s.bytes) for s in self.saved)
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """The paths of all modules that have operations, in the order in which they first run."""
-        return tuple(dict.fromkeys(module for module, _, _ in self.operations))
-
-    def of(self, kind: str) -> tuple[Finding, ...]:
-        """The findings of one kind."""
-        return tuple(f for f in self.findings if f.kind == kind)
-
-    @property
-    def errors(self) -> tuple[Finding, ...]:
-        """The findings that are errors."""
-        return tuple(f for f in self.findings if f.severity == ERROR)
-
-    def at_least(self, severity: str) -> tuple[Finding, ...]:
-        """The findings of this severity and graver ones.
-
-        Args:
-          severity: "error", "warning" or "note".
-
-        Raises:
-          ValueError: if it is none of these.
-        """
-        if severity not in SEVERITIES:
-            raise ValueError(f"Unknown severity '{severity}'; it must be one of {', '.join(SEVERITIES)}.")
-        wanted = SEVERITIES[: SEVERITIES.index(severity) + 1]
-        return tuple(f for f in self.findings if f.severity in wanted)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as plain numbers, strings, lists and dicts."""
-        fields = dataclasses.asdict(self)
-        fields["operations"] = [
-            {"module": module, "phase": phase, "count": count} for module, phase, count in self.operations
-        ]
-        fields |= {name: list(fields[name]) for name in ("products", "casts", "saved", "findings")}
-        return fields
-
-    def to_json(self, indent: int | None = 2) -> str:
-        """`to_dict` as JSON."""
-        return json.dumps(self.to_dict(), indent=indent)
-
-    def diff(self, other: "Audit") -> "report.Diff":
-        """What differs in `other`, module by module: what a changed policy changed.
-
-        Args:
-          other: the audit to compare with, as of the same function under another policy.
-
-        Raises:
-          TypeError: if it is none.
-        """
-        if not isinstance(other, Audit):
-            raise TypeError(
-                f"An audit differs from another audit, got {other!r} of type {type(other).__name__}."
-            )
-        return report.diff(self, other)
-
-    def __str__(self) -> str:
-        return report.text(self)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return report.html(self)
 
 
 def audit(
@@ -195,11 +35,11 @@ def audit(
     Args:
       fn: any JAX function, jitted or not: a loss, a gradient, a whole train step.
       *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, or pytrees and nnx modules of them.
-      policies: what to compare the program with; it is not traced under them. Left out, products are compared with
+      policies: what to compare the program with; it is not traced under them. Left out, matmuls are compared with
         the policy that the program itself was traced under, such as that of its `TrainState`.
       platform: also lower for "tpu", "cuda", "rocm" or "cpu", none of which has to be present, and check that the
-        products in StableHLO are those of the traced program.
-      ignore: findings that are meant: from a regular expression for whole module paths to a kind of finding or
+        matmuls in StableHLO are those of the traced program.
+      ignore: findings that are intended: from a regular expression for whole module paths to a kind of finding or
         several, such as `{".*norm": "half-range", ".*": ["cast-roundtrip"]}`.
 
     Raises:
@@ -225,23 +65,16 @@ def audit(
         program = _read(fn, args, name)
         lowering = None if platform is None else lower(fn, args, program, platform)
     if policies is not None:
-        check_products.check_governs(program, policies)
-    found = Findings(program, policies)
-    check_products.check(found)
-    check_sums.check(found)
-    check_numbers.check(found)
-    check_casts.check(found)
-    check_state.check(found)
-    if lowering is not None:
-        _compare(found, lowering)
+        check_governs(program, policies)
+    found = Findings(program, policies, lowering)
+    for check in CHECKS:
+        check(found)
     return Audit(
         name,
-        _products(program),
+        _matmuls(program),
         _casts(program),
         _saved(program),
-        tuple(
-            (m, p, n) for (m, p), n in _sum(((op.path, op.phase), 1) for op in program.computing()).items()
-        ),
+        _operations(program),
         silence(found.sorted(), ignore),
         lowering,
     )
@@ -256,58 +89,33 @@ def _read(fn: Callable[..., Any], args: tuple[Any, ...], name: str) -> Program:
         raise
 
 
-def _products(program: Program) -> tuple[Products, ...]:
+def _matmuls(program: Program) -> tuple[Matmuls, ...]:
     def key(op: Op) -> tuple[str, str, str]:
-        return op.path, op.phase, costs.operands(op)
+        return op.path, op.phase, op.operands
 
-    count = _sum((key(op), op.count) for op in program.products())
-    flops = _sum((key(op), costs.flops(op)) for op in program.products())
-    return tuple(
-        Products(m, phase, operands, n, flops[m, phase, operands])
-        for (m, phase, operands), n in count.items()
-    )
+    count = summed((key(op), op.count) for op in program.matmuls())
+    total = summed((key(op), flops(op)) for op in program.matmuls())
+    return tuple(Matmuls(*of, n, total[of]) for of, n in count.items())
 
 
 def _casts(program: Program) -> tuple[Casts, ...]:
-    def key(op: Op) -> Any:
+    def key(op: Op) -> tuple[str, str, str, str]:
         return op.path, op.phase, op.ins[0].dtype.name, op.out.dtype.name
 
-    casts = [op for op in program.computing() if costs.is_cast(op)]
-    count = _sum((key(op), op.count) for op in casts)
-    written = _sum((key(op), costs.result_bytes(op)) for op in casts)
-    return tuple(
-        Casts(module, phase, before, after, n, written[module, phase, before, after])
-        for (module, phase, before, after), n in count.items()
-    )
+    casts = [op for op in program.computing() if op.is_cast]
+    count = summed((key(op), op.count) for op in casts)
+    written = summed((key(op), op.result_bytes) for op in casts)
+    return tuple(Casts(*of, n, written[of]) for of, n in count.items())
 
 
 def _saved(program: Program) -> tuple[Saved, ...]:
-    total = _sum(((module, dtype), n) for module, dtype, n in residuals.saved(program))
+    total = summed(((module, dtype), n) for module, dtype, n in residuals.saved(program))
     return tuple(Saved(module, dtype, n) for (module, dtype), n in total.items())
 
 
-def _compare(found: Findings, lowering: Lowering) -> None:
-    missing = any(after < before for before, after in lowering.differences.values())
-    # JAX lowers some operations, such as decompositions and unrolled loops, to more products than were traced;
-    # and of code that depends on the platform it lowers what this one needs.
-    chosen = any(op.name == "platform_index" for op in found.program.ops)
-    # On CPUs mpjax itself widens 16-bit products where the machine has none, see cpu.py.
-    chosen |= lowering.platform == "cpu"
-    for operands, (before, after) in lowering.differences.items():
-        found.add(
-            "lowering",
-            ERROR if missing and not chosen else NOTE,
-            None,
-            f"For {lowering.platform} {after} products take {operands}; the traced program has {before}.",
-            operands,
-        )
-
-
-def _sum(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
-    total: dict[Any, int] = defaultdict(int)
-    for key, n in pairs:
-        total[key] += n
-    return dict(total)
+def _operations(program: Program) -> tuple[tuple[str, str, int], ...]:
+    count = summed(((op.path, op.phase), 1) for op in program.computing())
+    return tuple((module, phase, n) for (module, phase), n in count.items())
 
 
 # -------------------------------------------------------------------------------------------- arguments

@@ -6,34 +6,12 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from mpjax._audit import flops as costs
-from mpjax._audit.program import Op, Value
+from mpjax._audit.program import CAST, Op, Value
+from mpjax._precision.ops import Trait, with_trait
 
-# What only moves numbers.
-MOVES = {
-    "reshape",
-    "transpose",
-    "squeeze",
-    "expand_dims",
-    "broadcast_in_dim",
-    "slice",
-    "dynamic_slice",
-    "rev",
-    "copy",
-    "copy_p",
-    "stop_gradient",
-    "optimization_barrier",
-    "sharding_constraint",
-    "pcast",
-    "pvary",
-    "reduce_precision",
-    "loop slice",
-    "shard",
-    "unshard",
-    "loop result",
-}
-CAST = "convert_element_type"
-ADDITIONS = ("add", "add_any", "sub")
+# What only moves numbers, into loops and sharded functions and out of them, too.
+MOVES = with_trait(Trait.MOVES) | {"loop slice", "loop result", "shard", "unshard"}
+ADDITIONS = with_trait(Trait.ADDITION)
 
 
 def source(value: Value, *, through: tuple[str, ...] = ()) -> Value:
@@ -66,7 +44,7 @@ def uses(value: Value) -> Iterator[tuple[Op, Value]]:
 
 
 def constant(value: Value) -> np.ndarray | None:
-    """The numbers of a small constant, as the program sees them, past moves, casts and our saturation."""
+    """The numbers of a small constant, as the program sees them, past moves, casts and saturation."""
     value = source(value)
     if value.const is not None:
         small = math.prod(value.shape) <= 4096 and not isinstance(value.const, jax.core.Tracer)
@@ -87,7 +65,7 @@ def constant(value: Value) -> np.ndarray | None:
 
 
 def describe(value: Value) -> str:
-    """What a value is, in the words of a message."""
+    """What a value is, for a message."""
     origin = source(value, through=(CAST,))
     if origin.name is not None:
         return f"{origin.name}, {origin}"
@@ -105,10 +83,10 @@ def widening(value: Value, limit: int = 3000) -> Op | None:
         op = v.op
         if op is None or len(seen) > limit:
             continue
-        if costs.is_cast(op) and op.ins[0].dtype.itemsize < v.dtype.itemsize:
+        if op.is_cast and op.ins[0].dtype.itemsize < v.dtype.itemsize:
             return op
         for operand in op.ins:
-            wide = costs.is_floating(operand) and operand.dtype.itemsize >= v.dtype.itemsize
+            wide = operand.is_floating and operand.dtype.itemsize >= v.dtype.itemsize
             if wide and id(operand) not in seen:
                 seen.add(id(operand))
                 pending.append(operand)

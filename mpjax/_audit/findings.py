@@ -3,15 +3,14 @@
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
-from mpjax._audit import flops as costs
+from mpjax._audit.flops import flops
 from mpjax._audit.program import Op, Program
+from mpjax._audit.records import SEVERITIES, Finding, Lowering
 from mpjax._audit.source_locations import Line
 from mpjax._precision import dtypes
 from mpjax._precision.policy_map import PolicyMap
-
-ERROR, WARNING, NOTE = SEVERITIES = ("error", "warning", "note")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,16 +23,16 @@ class Kind:
 
 KINDS: dict[str, Kind] = {
     "silent-upcast": Kind(
-        "A wider product takes 2 to 16 times as long on TPU and GPU, and its results widen what follows.",
+        "A wider matmul takes 2 to 16 times as long on TPU and GPU, and its results widen what follows.",
         "Make the constant or parameter that widens it a Python number or cast it where it is used; or run the "
-        "model under mpjax.autocast or a TrainState's policy. If it is meant, give the module its own policy.",
+        "model under mpjax.autocast or a TrainState's policy. If it is intended, give the module its own policy.",
     ),
     "below-policy": Kind(
-        "The product has fewer bits, or another format, than the policy says.",
+        "The matmul has fewer bits, or another format, than the policy says.",
         "Remove the dtype argument or the cast that decides it, or give the module a policy that says so.",
     ),
     "mixed-operands": Kind(
-        "Accelerators have no unit for two formats: one operand is converted, or the product runs slowly.",
+        "Accelerators have no unit for two formats: one operand is converted, or the matmul runs slowly.",
         "Cast both operands to one dtype.",
     ),
     "half-accumulation": Kind(
@@ -46,7 +45,7 @@ KINDS: dict[str, Kind] = {
     ),
     "mask-overflow": Kind(
         "The constant becomes infinite, and inf - inf in a row that is masked throughout is NaN.",
-        "Use jnp.finfo(x.dtype).min / 2 or jnp.where(mask, x, -jnp.inf) with a row that keeps one entry.",
+        "Use jnp.finfo(x.dtype).min / 2 or jnp.where(mask, x, -jnp.inf) with an entry left in each row.",
     ),
     "vanishing-constant": Kind(
         "The constant rounds to zero, so it no longer guards a division or a logarithm.",
@@ -54,10 +53,10 @@ KINDS: dict[str, Kind] = {
     ),
     "early-cast": Kind(
         "The cotangents of all uses are added in 16 bits before they become float32: small ones are lost.",
-        "Keep the parameter in float32 and cast it at each use, as mpjax.autocast does.",
+        "Store the parameter in float32 and cast it at each use, as mpjax.autocast does.",
     ),
     "cast-roundtrip": Kind(
-        "Casting there and back costs bytes, and what was rounded away does not come back.",
+        "Casting back and forth costs bytes, and what was rounded away does not come back.",
         "Remove both casts.",
     ),
     "half-collective": Kind(
@@ -66,7 +65,7 @@ KINDS: dict[str, Kind] = {
     ),
     "half-update": Kind(
         "An update below 1/256 of a bfloat16 parameter (1/2048 of a float16 one) changes nothing.",
-        "Keep the parameter in float32 ('p=f32') and cast it at each use.",
+        "Store the parameter in float32 ('p=f32') and cast it at each use.",
     ),
     "float64": Kind(
         "TPUs emulate float64 and GPUs run it at a fraction of the rate.",
@@ -85,79 +84,30 @@ KINDS: dict[str, Kind] = {
         "Cast only floating leaves, or use typed keys: jax.random.key.",
     ),
     "lowering": Kind(
-        "The compiler for this platform is given other products than the traced program has.",
+        "The compiler for this platform is given other matmuls than the traced program has.",
         "Look at jax.export.export(jax.jit(fn), platforms=[…])(*args).mlir_module().",
     ),
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """Something about the precision of a program that someone should look at.
-
-    Attributes:
-      kind: one of `KINDS`.
-      severity: "error", "warning" or "note".
-      module: path of the module; empty for the model itself and for plain functions.
-      phase: "forward", "backward" or "optimizer".
-      file: the source file; empty if unknown.
-      line: the line in it.
-      message: what was found.
-      shapes: the values it is about, such as `float32[16,128] × bfloat16[128,64]`.
-      share: the part of the program's FLOPs (of products) or bytes (of results) that it concerns, from 0 to 1.
-      share_of: "FLOPs" or "bytes".
-      count: how many operations of the program it stands for.
-      why: why it matters.
-      fix: what to do.
-    """
-
-    kind: str
-    severity: str
-    module: str
-    phase: str
-    file: str
-    line: int
-    message: str
-    shapes: str
-    share: float
-    share_of: str
-    count: int
-    why: str
-    fix: str
-
-    @property
-    def where(self) -> str:
-        """File and line as a person would type them."""
-        return str(Line(self.file, self.line))
-
-    def __str__(self) -> str:
-        where = f"{self.module or '(model)'}, {self.phase}, {self.where}"
-        times = f", {self.count} times" if self.count > 1 else ""
-        return (
-            f"{self.severity}: {self.kind} in {where}\n"
-            f"  {self.message}\n"
-            f"  {self.shapes}{times}: {share(self.share)} of the {self.share_of}\n"
-            f"  Why it matters: {self.why}\n"
-            f"  What to do: {self.fix}"
-        )
-
-
-def share(x: float) -> str:
-    """A share as a percentage that does not round what there is to zero."""
-    return "<0.1 %" if 0 < x < 0.001 else f"{100 * x:.1f} %"
-
-
 @dataclasses.dataclass
 class Findings:
-    """Collects findings; those at one line of one module and phase that say the same become one."""
+    """Collects findings; those at one line of one module and phase that say the same become one.
+
+    Attributes:
+      program: what is checked.
+      policies: what to compare it with, if there is such.
+      lowering: its matmuls for another platform, if it was lowered for one.
+    """
 
     program: Program
-    policies: PolicyMap | None
-    _found: dict[Any, tuple[Finding, int]] = dataclasses.field(default_factory=dict)
+    policies: PolicyMap | None = None
+    lowering: Lowering | None = None
+    _found: dict[tuple[str | int, ...], tuple[Finding, int]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.total_flops = sum(costs.flops(op) for op in self.program.products())
-        self.total_bytes = sum(costs.result_bytes(op) for op in self.program.computing())
+        self.total_flops = sum(flops(op) for op in self.program.matmuls())
+        self.total_bytes = sum(op.result_bytes for op in self.program.computing())
 
     def add(
         self,
@@ -184,7 +134,7 @@ class Findings:
         line, module, phase = (op.line, op.path, op.phase) if op is not None else (Line(), "", "forward")
         key = (kind, severity, module, phase, line.file, line.line, message)
         if cost is None:
-            cost = costs.result_bytes(op) if op is not None else 0
+            cost = op.result_bytes if op is not None else 0
         if key in self._found:
             first, before = self._found[key]
             first = dataclasses.replace(first, count=first.count + 1)
@@ -212,7 +162,7 @@ class Findings:
         )
 
     def sorted(self) -> tuple[Finding, ...]:
-        """All findings, the gravest and largest first."""
+        """All findings, the most severe and largest first."""
         found = (finding for finding, _ in self._found.values())
         return tuple(sorted(found, key=lambda f: (SEVERITIES.index(f.severity), -f.share)))
 
@@ -221,15 +171,15 @@ def shapes_of(op: Op | None) -> str:
     """Operands and result of an operation, as far as they are floating."""
     if op is None:
         return ""
-    operands = [str(v) for v in op.ins if costs.is_floating(v)] or [str(v) for v in op.ins]
+    operands = [str(v) for v in op.ins if v.is_floating] or [str(v) for v in op.ins]
     return f"{' , '.join(operands[:3])} → {op.out}" if op.outs else ", ".join(operands[:3])
 
 
-Silenced = Mapping[str, str | Sequence[str]]
+Silenced: TypeAlias = Mapping[str, str | Sequence[str]]
 
 
 def silence(found: Iterable[Finding], silenced: Silenced | None) -> tuple[Finding, ...]:
-    """Leaves out findings that are meant.
+    """Leaves out findings that are intended.
 
     Args:
       found: all of them.

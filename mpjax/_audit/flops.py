@@ -1,18 +1,16 @@
-"""What operations of a program cost: FLOPs of products, bytes of casts, bytes kept for the backward pass."""
+"""How many floating point operations a matmul or a convolution takes."""
 
 import functools
 import math
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from mpjax._audit.program import Op, Value
-from mpjax._precision import dtypes
 
 
 def flops(op: Op) -> int:
-    """Floating point operations of a product in one run of the program, an addition and a multiplication each one."""
+    """Floating point operations of a matmul in one run of the program, an addition and a multiplication each one."""
     lhs, rhs = op.ins[:2]
     each = 8 if np.issubdtype(lhs.dtype, np.complexfloating) else 2
     return each * op.count * _multiplications(op, lhs, rhs)
@@ -66,42 +64,3 @@ def _meetings(
         if (start := next(hits, None)) is not None:
             met += -((start - end) // period)
     return met
-
-
-def operand_dtypes(op: Op) -> tuple[str, str]:
-    """The names of the dtypes of a product's operands."""
-    return op.ins[0].dtype.name, op.ins[1].dtype.name
-
-
-def operands(op: Op) -> str:
-    """Both operand dtypes in a word: one if they agree."""
-    lhs, rhs = operand_dtypes(op)
-    return lhs if lhs == rhs else f"{lhs} × {rhs}"
-
-
-def is_floating(value: Value) -> bool:
-    return value.dtype is not None and _is_dtype(value.dtype) and dtypes.is_floating(value.dtype)
-
-
-def is_half(value: Value) -> bool:
-    """Whether a value is float16 or bfloat16."""
-    return value.dtype in dtypes.HALF
-
-
-def is_cast(op: Op) -> bool:
-    """Whether an operation turns one floating format into another."""
-    return (
-        op.name == "convert_element_type"
-        and is_floating(op.ins[0])
-        and is_floating(op.out)
-        and op.ins[0].dtype != op.out.dtype
-    )
-
-
-def result_bytes(op: Op) -> int:
-    """Bytes of the results of an operation, over all its runs."""
-    return op.count * sum(value.nbytes for value in op.outs)
-
-
-def _is_dtype(dtype: Any) -> bool:
-    return isinstance(dtype, np.dtype) and not jnp.issubdtype(dtype, jnp.integer)

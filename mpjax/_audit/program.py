@@ -9,11 +9,19 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mpjax._audit import source_locations
-from mpjax._audit.source_locations import FORWARD, Line
-from mpjax._precision.module_scope import Classes
+import chex
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+from mpjax._audit import source_locations
+from mpjax._audit.source_locations import FORWARD, CallSite, Line, Start
+from mpjax._precision import dtypes
+from mpjax._precision.module_scope import Classes
+from mpjax._precision.ops import Trait, with_trait
+
+CAST = "convert_element_type"
+_MATMULS = with_trait(Trait.MATMUL)
 
 
 class Value:
@@ -47,6 +55,7 @@ class Value:
 
     @property
     def dtype(self) -> Any:
+        """An `np.dtype`, or one of JAX's own for keys; None for a token."""
         return getattr(self.aval, "dtype", None)
 
     @property
@@ -57,6 +66,19 @@ class Value:
     def nbytes(self) -> int:
         itemsize = getattr(self.dtype, "itemsize", 0)
         return math.prod(d for d in self.shape if isinstance(d, int)) * itemsize
+
+    @property
+    def is_integer(self) -> bool:
+        return isinstance(self.dtype, np.dtype) and jnp.issubdtype(self.dtype, jnp.integer)
+
+    @property
+    def is_floating(self) -> bool:
+        return isinstance(self.dtype, np.dtype) and not self.is_integer and dtypes.is_floating(self.dtype)
+
+    @property
+    def is_half(self) -> bool:
+        """Whether it is float16 or bfloat16."""
+        return self.dtype in dtypes.HALF
 
     def __str__(self) -> str:
         return f"{getattr(self.dtype, 'name', self.dtype)}[{','.join(map(str, self.shape))}]"
@@ -73,36 +95,32 @@ class Op:
       stack: the whole name stack.
       count: how often it runs in one call of the program, on all devices.
       devices: how many devices it runs on at once, in a sharded function.
-      call: the equation around it (jit, scan), of which the source line is asked if its own is not known.
+      call: the equation around it (jit, scan), which gives the source line if its own is not known.
+      start: the stack at which the program starts.
       path: module path, and the scopes within it; empty for the model itself and for plain functions. It starts with
         the class of the model if the program has several.
       module: the path as a policy map matches it.
       model: the class of the model; empty if unknown.
       phase: forward, backward or optimizer.
       live: whether a result or an effect of the program depends on it.
-      glue: whether it stands for what enters or leaves an inner jaxpr and computes nothing.
+      structural: whether it stands for what enters or leaves an inner jaxpr and computes nothing.
     """
 
     __slots__ = (
-        *(
-            "call",
-            "count",
-            "devices",
-            "eqn",
-            "glue",
-            "ins",
-            "live",
-            "model",
-            "module",
-            "name",
-            "outs",
-            "path",
-        ),
-        *("phase", "stack"),
+        *("call", "count", "devices", "eqn", "ins", "live", "model", "module", "name", "outs", "path"),
+        *("phase", "stack", "start", "structural"),
     )
 
     def __init__(
-        self, name: str, eqn: Any, ins: list[Value], stack: str, count: int, call: "Op | None", glue: bool
+        self,
+        name: str,
+        eqn: JaxprEqn,
+        ins: list[Value],
+        stack: str,
+        count: int,
+        call: "Op | None",
+        start: Start,
+        structural: bool,
     ) -> None:
         self.name = name
         self.eqn = eqn
@@ -112,7 +130,8 @@ class Op:
         self.count = count
         self.devices = 1
         self.call = call
-        self.glue = glue
+        self.start = start
+        self.structural = structural
         self.live = False
         self.path = self.module = self.model = ""
         self.phase = FORWARD
@@ -131,18 +150,54 @@ class Op:
         return source_locations.scope(self.stack).full_precision
 
     @property
-    def handed_over(self) -> bool:
-        """Whether it is the cast by which a module under a policy hands over a result."""
-        return source_locations.hands_over(source_locations.frames(self.eqn.source_info.traceback))
+    def is_output(self) -> bool:
+        """Whether it is the cast by which a module under a policy returns its result."""
+        return source_locations.scope(self.stack).output
+
+    @property
+    def call_site(self) -> CallSite:
+        """The calls by which the program got to JAX."""
+        return self.start.call_site(self.eqn.source_info.traceback)
 
     @property
     def out(self) -> Value:
         return self.outs[0]
 
+    @property
+    def is_cast(self) -> bool:
+        """Whether it turns one floating format into another."""
+        return (
+            self.name == CAST
+            and self.ins[0].is_floating
+            and self.out.is_floating
+            and self.ins[0].dtype != self.out.dtype
+        )
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of the results, over all runs."""
+        return self.count * sum(value.nbytes for value in self.outs)
+
+    @property
+    def operand_dtypes(self) -> tuple[str, str]:
+        """The names of the dtypes of a matmul's operands."""
+        return self.ins[0].dtype.name, self.ins[1].dtype.name
+
+    @property
+    def operands(self) -> str:
+        """The operand dtypes of a matmul as one text; a single name if they agree."""
+        lhs, rhs = self.operand_dtypes
+        return lhs if lhs == rhs else f"{lhs} × {rhs}"
+
+    @property
+    def frames(self) -> list[Line]:
+        """The frames of the program in which it was traced, the innermost first."""
+        return self.start.frames(self.eqn.source_info.traceback)
+
     def _line(self, choose: Callable[[list[Line]], Line | None]) -> Line | None:
         op: Op | None = self
         while op is not None:
-            found = choose(source_locations.frames(op.eqn.source_info.traceback))
+            found = choose(op.frames)
             if found is not None:
                 return found
             op = op.call
@@ -159,14 +214,10 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class LostConstant:
-    """A Python or numpy number that became infinite or zero when it was cast to 16 bits in tracing.
+    """A Python or numpy number that overflowed, or underflowed, when it was cast in tracing at `call_site`."""
 
-    `frames` are those of the program that ran then, the innermost first.
-    """
-
-    number: float
     overflow: bool
-    frames: tuple[Line, ...]
+    call_site: CallSite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,13 +225,13 @@ class Program:
     """A traced program.
 
     Attributes:
-      ops: all operations, glue included, each after those it depends on.
+      ops: all operations, structural ones included, each after those it depends on.
       inputs: the leaves of the arguments.
       outputs: the leaves of the results.
       args: the arguments, abstract.
       out: the results, abstract.
       loops: all loops.
-      lost: numbers that did not survive a cast in tracing.
+      lost: numbers that overflowed or underflowed when they were cast in tracing.
       root: the class of the model, which paths leave out; None without or with several models.
       classes: those of the modules that are known, by path, for each class of a model.
       jaxpr: what was read.
@@ -189,17 +240,18 @@ class Program:
     ops: list[Op]
     inputs: list[Value]
     outputs: list[Value]
-    args: tuple[Any, ...]
-    out: Any
+    args: tuple[chex.ArrayTree, ...]
+    out: chex.ArrayTree
     loops: list[Loop]
     lost: list[LostConstant]
     root: str | None
     classes: Classes
-    jaxpr: Any
+    jaxpr: ClosedJaxpr
 
     def computing(self) -> Iterator[Op]:
         """The operations that compute something that is used."""
-        return (op for op in self.ops if op.live and not op.glue)
+        return (op for op in self.ops if op.live and not op.structural)
 
-    def products(self) -> list[Op]:
-        return [op for op in self.computing() if op.name in PRODUCTS]
+    def matmuls(self) -> list[Op]:
+        """The matmuls and convolutions among them."""
+        return [op for op in self.computing() if op.name in _MATMULS]

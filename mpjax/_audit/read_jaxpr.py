@@ -3,17 +3,17 @@
 import contextlib
 import itertools
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from mpjax._audit import source_locations
 from mpjax._audit.program import Loop, LostConstant, Op, Program, Value
-from mpjax._audit.source_locations import BACKWARD, OPTIMIZER, Line
+from mpjax._audit.source_locations import BACKWARD, OPTIMIZER, Start
 from mpjax._precision import module_scope
 
 # Their inner jaxprs say how two numbers are combined, or are a kernel.
@@ -21,8 +21,6 @@ _OPAQUE = ("pallas_call", "scatter", "reduce", "select_and", "argm", "sort", "al
 _LOOP = "loop"
 # Comparisons as distances between their sides: a < b is b - a > 0, a <= b is b - a + 1 > 0.
 _COMPARED = {"lt": (1, 0), "le": (1, 1), "gt": (-1, 0), "ge": (-1, 1)}
-# So many frames around a cast are looked through for the number that it cast.
-_NEAR = 4
 # Part of the key of JAX's caches: what was traced before is traced anew, as casts of numbers show in tracing only.
 _reading = jax.make_user_context(default_value=None)
 _readings = itertools.count()
@@ -40,17 +38,18 @@ def read(fn: Callable[..., Any], args: tuple[Any, ...]) -> Program:
       fn: any JAX function.
       args: arrays or `jax.ShapeDtypeStruct`s.
     """
+    start = source_locations.start()
     lost: list[LostConstant] = []
 
-    # JAX casts a number when it traces the operation that takes it, and keeps what is left of it.
+    # JAX casts a number when it traces the operation that takes it, and puts the result, infinite or zero, into the
+    # program.
     def record(kind: str, flag: int) -> None:
-        constant = _lost_constant(kind == "overflow")
-        if constant is not None:
-            lost.append(constant)
+        call_site = start.call_site(source_info_util.current().traceback)
+        lost.append(LostConstant(kind == "overflow", call_site))
 
     with module_scope.recorded() as classes, np.errstate(over="call", under="call", call=record):
         jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
-    reader = _Reader()
+    reader = _Reader(start)
     flat = jax.tree_util.tree_flatten_with_path(args)[0]
     names = [_argument_name(path) for path, _ in flat]
     inputs = [
@@ -64,7 +63,7 @@ def read(fn: Callable[..., Any], args: tuple[Any, ...]) -> Program:
     return Program(reader.ops, inputs, outputs, abstract, out, reader.loops, lost, root, classes, jaxpr)
 
 
-def _run_jaxprs(eqn: Any) -> list[Any]:
+def _run_jaxprs(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
     """The jaxprs that an equation runs."""
     solver = getattr(eqn.params.get("jaxprs"), "solve", None)
     if solver is not None:  # a linear solve holds those of its derivatives, too
@@ -80,23 +79,26 @@ def _run_jaxprs(eqn: Any) -> list[Any]:
 class _Reader:
     """Opens jaxprs into one list of operations."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: Start) -> None:
+        self._start = start
         self.ops: list[Op] = []
         self.loops: list[Loop] = []
         self._devices = 1
 
-    def read(self, jaxpr: Any, args: list[Value], prefix: str, count: int, call: Op | None) -> list[Value]:
+    def read(
+        self, jaxpr: Jaxpr | ClosedJaxpr, args: list[Value], prefix: str, count: int, call: Op | None
+    ) -> list[Value]:
         """Reads a jaxpr whose inputs are `args`, and returns its outputs."""
         consts = getattr(jaxpr, "consts", ())
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        env: dict[Any, Value] = {}
+        env: dict[Var, Value] = {}
         for var, const in zip(jaxpr.constvars, consts, strict=False):
             env[var] = Value(var.aval, const=const)
         for var in jaxpr.constvars:
             env.setdefault(var, Value(var.aval))
         env.update(zip(jaxpr.invars, args, strict=True))
 
-        def value_of(atom: Any) -> Value:
+        def value_of(atom: Var | Literal) -> Value:
             return Value(atom.aval, const=atom.val) if isinstance(atom, Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
@@ -106,12 +108,14 @@ class _Reader:
             env.update(zip(eqn.outvars, outs, strict=True))
         return [value_of(v) for v in jaxpr.outvars]
 
-    def _equation(self, eqn: Any, ins: list[Value], stack: str, count: int, call: Op | None) -> list[Value]:
+    def _equation(
+        self, eqn: JaxprEqn, ins: list[Value], stack: str, count: int, call: Op | None
+    ) -> list[Value]:
         name = eqn.primitive.name
         inner = [] if name.startswith(_OPAQUE) else _run_jaxprs(eqn)
         if not inner:
             return self._op(name, eqn, ins, stack, count, call).outs
-        around = Op(name, eqn, [], stack, count, call, glue=True)
+        around = Op(name, eqn, [], stack, count, call, self._start, structural=True)
         if name == "scan":
             return self._scan(around, inner[0], ins)
         if name == "while":
@@ -128,19 +132,19 @@ class _Reader:
     def _op(
         self,
         name: str,
-        eqn: Any,
+        eqn: JaxprEqn,
         ins: list[Value],
         stack: str,
         count: int,
         call: Op | None,
-        glue: bool = False,
+        structural: bool = False,
     ) -> Op:
-        op = Op(name, eqn, ins, stack, count, call, glue)
+        op = Op(name, eqn, ins, stack, count, call, self._start, structural)
         op.outs = [Value(v.aval, op) for v in eqn.outvars]
         return self._listed(op)
 
-    def _glue(self, around: Op, ins: list[Value], aval: Any, count: int, name: str) -> Value:
-        op = Op(name, around.eqn, ins, around.stack, count, around.call, glue=True)
+    def _structural(self, around: Op, ins: list[Value], aval: Any, count: int, name: str) -> Value:
+        op = Op(name, around.eqn, ins, around.stack, count, around.call, self._start, structural=True)
         op.outs = [Value(aval, op)]
         return self._listed(op).out
 
@@ -151,7 +155,7 @@ class _Reader:
 
     def _carries(self, around: Op, start: list[Value], avals: list[Any], count: int) -> list[Value]:
         return [
-            self._glue(around, [s], aval, count, f"{_LOOP} carry")
+            self._structural(around, [s], aval, count, f"{_LOOP} carry")
             for s, aval in zip(start, avals, strict=True)
         ]
 
@@ -162,7 +166,7 @@ class _Reader:
             n.uses.append(c.op)
         self.loops.append(Loop(length, tuple(zip(start, carry, new, strict=True))))
 
-    def _scan(self, around: Op, jaxpr: Any, ins: list[Value]) -> list[Value]:
+    def _scan(self, around: Op, jaxpr: Jaxpr | ClosedJaxpr, ins: list[Value]) -> list[Value]:
         eqn, length = around.eqn, around.eqn.params["length"]
         body = getattr(jaxpr, "jaxpr", jaxpr)
         # What is scanned over has an axis more outside; how the parameters say it depends on the version.
@@ -175,13 +179,13 @@ class _Reader:
         start = ins[n_consts : n_consts + n_carry]
         carry = self._carries(around, start, avals[n_consts : n_consts + n_carry], count)
         xs = [
-            self._glue(around, [x], aval, count, f"{_LOOP} slice")
+            self._structural(around, [x], aval, count, f"{_LOOP} slice")
             for x, aval in zip(ins[n_consts + n_carry :], avals[n_consts + n_carry :], strict=True)
         ]
         outs = self.read(jaxpr, [*ins[:n_consts], *carry, *xs], around.stack, count, around)
         self._close(start, carry, outs[:n_carry], length)
         return [
-            self._glue(around, [o], v.aval, around.count, f"{_LOOP} result")
+            self._structural(around, [o], v.aval, around.count, f"{_LOOP} result")
             for o, v in zip(outs, eqn.outvars, strict=True)
         ]
 
@@ -199,18 +203,18 @@ class _Reader:
         )
         self._close(start, carry, outs, length)
         return [
-            self._glue(around, [o, again], v.aval, around.count, f"{_LOOP} result")
+            self._structural(around, [o, again], v.aval, around.count, f"{_LOOP} result")
             for o, v in zip(outs, around.eqn.outvars, strict=True)
         ]
 
-    def _cond(self, around: Op, branches: list[Any], ins: list[Value]) -> list[Value]:
+    def _cond(self, around: Op, branches: list[Jaxpr | ClosedJaxpr], ins: list[Value]) -> list[Value]:
         results = [self.read(b, ins[1:], around.stack, around.count, around) for b in branches]
         return [
-            self._glue(around, [ins[0], *outs], v.aval, around.count, "branches")
+            self._structural(around, [ins[0], *outs], v.aval, around.count, "branches")
             for v, *outs in zip(around.eqn.outvars, *results, strict=True)
         ]
 
-    def _shard_map(self, around: Op, jaxpr: Any, ins: list[Value]) -> list[Value]:
+    def _shard_map(self, around: Op, jaxpr: Jaxpr | ClosedJaxpr, ins: list[Value]) -> list[Value]:
         params = around.eqn.params
         sizes = dict(params["mesh"].shape)
         axes = params.get("newly_manual_axes", params.get("manual_axes")) or sizes
@@ -219,30 +223,33 @@ class _Reader:
         body = getattr(jaxpr, "jaxpr", jaxpr)
         self._devices *= devices
         shards = [
-            self._glue(around, [x], v.aval, count, "shard") for x, v in zip(ins, body.invars, strict=True)
+            self._structural(around, [x], v.aval, count, "shard")
+            for x, v in zip(ins, body.invars, strict=True)
         ]
         outs = self.read(jaxpr, shards, around.stack, count, around)
         self._devices //= devices
         return [
-            self._glue(around, [o], v.aval, around.count, "unshard")
+            self._structural(around, [o], v.aval, around.count, "unshard")
             for o, v in zip(outs, around.eqn.outvars, strict=True)
         ]
 
-    def _unknown(self, around: Op, jaxprs: list[Any], ins: list[Value]) -> list[Value]:
+    def _unknown(self, around: Op, jaxprs: list[Jaxpr | ClosedJaxpr], ins: list[Value]) -> list[Value]:
         """A primitive with several jaxprs: everything in them may depend on everything that goes in."""
         outs = []
         for jaxpr in jaxprs:
             invars = getattr(jaxpr, "jaxpr", jaxpr).invars
-            args = [self._glue(around, list(ins), v.aval, around.count, "enter") for v in invars]
+            args = [self._structural(around, list(ins), v.aval, around.count, "enter") for v in invars]
             outs += self.read(jaxpr, args, around.stack, around.count, around)
-        return [self._glue(around, [*ins, *outs], v.aval, around.count, "leave") for v in around.eqn.outvars]
+        return [
+            self._structural(around, [*ins, *outs], v.aval, around.count, "leave") for v in around.eqn.outvars
+        ]
 
 
-def _ndim(var: Any) -> int:
+def _ndim(var: Var | Literal) -> int:
     return len(getattr(var.aval, "shape", ()))
 
 
-def _trip_count(eqn: Any, ins: list[Value]) -> int | None:
+def _trip_count(eqn: JaxprEqn, ins: list[Value]) -> int | None:
     """How often a loop such as `i = a; while i < b: i += c` over integers runs, None for any other."""
     cond, body = (getattr(j, "jaxpr", j) for j in (eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]))
     if len(cond.eqns) != 1 or cond.eqns[0].primitive.name not in _COMPARED:
@@ -250,7 +257,7 @@ def _trip_count(eqn: Any, ins: list[Value]) -> int | None:
     start = ins[eqn.params["cond_nconsts"] + eqn.params["body_nconsts"] :]
     before, after = body.invars[eqn.params["body_nconsts"] :], body.outvars
 
-    def first_and_step(atom: Any) -> tuple[Any, Any]:
+    def first_and_step(atom: Var | Literal) -> tuple[int | None, int | None]:
         """What a side of the comparison starts with, and what each iteration adds to it."""
         if isinstance(atom, Literal):
             return _integer(atom.val), 0
@@ -270,7 +277,7 @@ def _trip_count(eqn: Any, ins: list[Value]) -> int | None:
     return -(distance // change) if change < 0 else None
 
 
-def _step(body: Any, before: Any, after: Any) -> int | None:
+def _step(body: Jaxpr, before: Var, after: Var | Literal) -> int | None:
     """The integer that the body of a loop adds to a carry."""
     eqn = next((e for e in body.eqns if after in e.outvars), None)
     if eqn is None or eqn.primitive.name not in ("add", "sub"):
@@ -291,7 +298,7 @@ def _integer(number: Any) -> int | None:
 
 
 def _mark_live(ops: list[Op], outputs: list[Value]) -> None:
-    reached = [v.op for v in outputs] + [op for op in ops if op.eqn.effects and not op.glue]
+    reached = [v.op for v in outputs] + [op for op in ops if op.eqn.effects and not op.structural]
     while reached:
         op = reached.pop()
         if op is not None and not op.live:
@@ -345,39 +352,12 @@ def _place(ops: list[Op], scopes: list[source_locations.Scope]) -> str | None:
 def _called_classes(op: Op) -> tuple[str, ...]:
     """What stands for the path of modules that open no scope, as those of nnx without a policy."""
     outer = () if op.call is None else _called_classes(op.call)
-    return outer + source_locations.called_classes(op.eqn.source_info.traceback)
+    return outer + source_locations.called_classes(op.frames)
 
 
 def _follows(value: Value) -> bool:
     """Whether a value depends on gradients."""
     return value.op is not None and value.op.phase in (BACKWARD, OPTIMIZER)
-
-
-def _lost_constant(overflow: bool) -> LostConstant | None:
-    """The number whose cast has just overflowed or underflowed, if nothing is left of it, and the running frames."""
-    number: float | None = None
-    found: list[Line] = []
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename != __file__:
-        if number is None and len(found) < _NEAR:
-            number = next((n for x in frame.f_locals.values() if (n := _lost(x, overflow)) is not None), None)
-        found.append(Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
-        frame = frame.f_back  # type: ignore[assignment]
-    return None if number is None else LostConstant(number, overflow, tuple(found))
-
-
-def _lost(x: Any, overflow: bool) -> float | None:
-    """`x` as a float, if it is a finite number that float16 makes infinite or zero, as the case may be."""
-    if not isinstance(x, (float, int, np.generic, np.ndarray)) or np.ndim(x) or isinstance(x, bool):
-        return None
-    try:
-        number = float(x)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    with np.errstate(all="ignore"):
-        half = float(np.float16(number))
-    gone = math.isinf(half) if overflow else half == 0 and number != 0
-    return number if gone and math.isfinite(number) else None
 
 
 def _argument_name(path: tuple[Any, ...]) -> str:

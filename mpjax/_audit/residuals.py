@@ -1,19 +1,19 @@
-"""What the forward pass keeps for the backward pass, and which module made it."""
+"""What the forward pass saves for the backward pass, and which module made it."""
 
 from collections.abc import Iterator
 
 from mpjax._audit import dataflow
 from mpjax._audit.program import Op, Program, Value
 from mpjax._audit.source_locations import BACKWARD, FORWARD
+from mpjax._precision.ops import Trait, with_trait
 
-# Operations that hand on the very value that comes in.
-_HAND_ON = ("pvary", "pcast", "name", "optimization_barrier", "sharding_constraint", "copy", "copy_p")
+_IDENTITIES = with_trait(Trait.IDENTITY)
 
 
 def saved(program: Program) -> Iterator[tuple[str, str, int]]:
     """Module, dtype and bytes on all devices of each value that the forward pass makes and the backward pass takes.
 
-    What a loop or a sharded function hands out belongs to the operation inside of it. What can be read off an input,
+    What a loop or a sharded function returns belongs to the operation inside of it. What can be read off an input,
     such as a slice or the shard of a device, was not made.
     """
     seen: set[tuple[int, int]] = set()
@@ -33,22 +33,22 @@ def saved(program: Program) -> Iterator[tuple[str, str, int]]:
 
 
 def _made(value: Value) -> Value | None:
-    """The value as the operation that computes it hands it out; None for an input and what loops pass on of it."""
+    """The value as the operation that computes it returns it; None for an input, also where a loop passes it on."""
     passed: set[int] = set()
     while value.op is not None and id(value) not in passed:
         passed.add(id(value))
-        inner = _handed_on(value, value.op)
+        inner = _passed_on(value, value.op)
         if inner is None:
             return value
         value = inner
     return None
 
 
-def _handed_on(value: Value, op: Op) -> Value | None:
-    """What an operation hands on as `value`; None if it makes it."""
-    if op.name in _HAND_ON:
+def _passed_on(value: Value, op: Op) -> Value | None:
+    """The operand that an operation returns as `value`; None if it computes it."""
+    if op.name in _IDENTITIES:
         return op.ins[op.outs.index(value)] if len(op.ins) == len(op.outs) else op.ins[0]
-    if not op.glue:
+    if not op.structural:
         return None
     if op.name == "loop carry":
         start, new = op.ins

@@ -6,7 +6,8 @@ import itertools
 import os
 import re
 import sysconfig
-from typing import Any
+from types import CodeType, ModuleType
+from typing import Any, TypeAlias
 
 import chex
 import flax
@@ -14,6 +15,7 @@ import jax
 import jaxlib
 import jmp
 import optax
+from jax.extend import source_info_util
 
 from mpjax._precision import module_scope
 
@@ -23,14 +25,14 @@ _TRANSFORMATION = re.compile(r"\w+\(")
 # What JAX itself puts on the name stack, and an einsum's formula.
 _NO_MODULE = re.compile(
     r".*->.*|checkpoint|remat\w*|while|body|cond|closed_call|branch_\d+_fun|body_fun|cond_fun|shard_map|"
-    r"custom_[jv]vp_call\w*|full_precision"
+    rf"custom_[jv]vp_call\w*|full_precision|{module_scope.OUTPUT}"
 )
 # Not the names that linen gives to submodules, such as Dense_0.
 _CLASS_NAME = re.compile(r"(?!.*_\d+$)_*[A-Z]\w*")
 
 
-def _directory(module: Any) -> str:
-    return os.path.dirname(module.__file__) + os.sep
+def _directory(module: ModuleType) -> str:
+    return os.path.dirname(str(module.__file__)) + os.sep
 
 
 _PATHS = sysconfig.get_paths()
@@ -43,9 +45,6 @@ _LAYERS = (os.path.join(_FLAX, "nnx", "nn") + os.sep, os.path.join(_FLAX, "nnx",
 # Wherever they are installed.
 _LIBRARIES = (*_JAX, *(_directory(m) for m in (flax, optax, chex, jmp)))
 _STANDARD = (_PATHS["stdlib"] + os.sep, _PATHS["platstdlib"] + os.sep)
-# Beyond this file lies whoever asked for the audit, not the program.
-_AUDIT = os.path.join(_MPJAX, "_audit", "read_jaxpr.py")
-_REGIONS = os.path.join(_MPJAX, "_precision", "regions.py")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +70,7 @@ class Scope:
       phase: forward, backward or optimizer.
       explicit: whether the stack itself names the phase.
       full_precision: whether the operation belongs to a function under `mpjax.full_precision`.
+      output: whether it is the cast by which a module under a policy returns its result.
     """
 
     root: str
@@ -79,6 +79,7 @@ class Scope:
     phase: str
     explicit: bool
     full_precision: bool
+    output: bool
 
 
 @functools.lru_cache(maxsize=100_000)
@@ -104,7 +105,9 @@ def scope(stack: str) -> Scope:
         phase = OPTIMIZER
         path = path[1:] if module is None else path
     explicit = phase != FORWARD or "jvp(" in stack
-    return Scope(root, tuple(path), module, phase, explicit, "full_precision" in stack)
+    return Scope(
+        root, tuple(path), module, phase, explicit, "full_precision" in stack, module_scope.OUTPUT in stack
+    )
 
 
 def join(outer: str, inner: str) -> str:
@@ -117,14 +120,72 @@ def is_class_name(name: str) -> bool:
     return _CLASS_NAME.fullmatch(name) is not None
 
 
-def frames(traceback: Any) -> list[Line]:
-    """The frames of a traceback of JAX's, the innermost first, as far as they belong to the program."""
-    found = []
-    for frame in traceback.frames if traceback is not None else ():
-        if frame.file_name == _AUDIT:
-            break
-        found.append(Line(frame.file_name, frame.line_num, frame.function_name))
-    return found
+# Calls, each as the code and the position in it: two calls on one line are two.
+CallSite: TypeAlias = tuple[tuple[CodeType, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """The stack at the start of a read: frames outside of it are those of whoever asked for the audit.
+
+    Attributes:
+      depth: how many frames the stack has.
+      file: of its innermost frame.
+      function: of its innermost frame.
+    """
+
+    depth: int
+    file: str
+    function: str
+
+    def inside(self, traceback: Any) -> int:
+        """How many frames of a traceback of JAX's, the innermost first, belong to the program.
+
+        A program that was traced before the read, and is evaluated in it, has the frames of that time.
+        """
+        frames = traceback.frames if traceback is not None else ()
+        inside = len(frames) - self.depth
+        if inside < 0 or (frames[inside].file_name, frames[inside].function_name) != (
+            self.file,
+            self.function,
+        ):
+            return len(frames)
+        return inside
+
+    def frames(self, traceback: Any) -> list[Line]:
+        """The frames that belong to the program, the innermost first."""
+        inside = self.inside(traceback)
+        return (
+            [Line(f.file_name, f.line_num, f.function_name) for f in traceback.frames[:inside]]
+            if inside
+            else []
+        )
+
+    def call_site(self, traceback: Any) -> CallSite:
+        """The calls by which the program got to JAX, the innermost first."""
+        inside = self.inside(traceback)
+        calls = zip(*traceback.raw_frames(), strict=True) if inside else ()
+        return tuple(c for c in itertools.islice(calls, inside) if not c[0].co_filename.startswith(_JAX))
+
+
+def is_same_line(one: CallSite, other: CallSite) -> bool:
+    """Whether two calls are on one line, which the program got to in the same way."""
+    if not (one and other):
+        return one == other
+    return (_line_number(*one[0]), one[1:]) == (_line_number(*other[0]), other[1:]) and one[0][0] == other[0][
+        0
+    ]
+
+
+def _line_number(code: CodeType, position: int) -> int | None:
+    # Positions are in bytes, and an instruction has two.
+    return next(itertools.islice(code.co_positions(), position // 2, None))[0]
+
+
+def start() -> Start:
+    """The stack of the function that calls this one."""
+    _, _, innermost, *outer = source_info_util.current().traceback.frames
+    return Start(1 + len(outer), innermost.file_name, innermost.function_name)
 
 
 def user_line(found: list[Line]) -> Line | None:
@@ -148,29 +209,19 @@ def library_line(found: list[Line]) -> Line | None:
 LINES = (user_line, package_line, library_line)
 
 
-def line(found: list[Line]) -> Line:
-    """The line that a person looks for in frames; an empty one if there is none."""
-    return next((chosen for choose in LINES if (chosen := choose(found)) is not None), Line())
+def called_classes(found: list[Line]) -> tuple[str, ...]:
+    """The classes whose `__call__` ran, outermost first: what is known of modules that open no scope.
 
-
-def called_classes(traceback: Any) -> tuple[str, ...]:
-    """The classes whose `__call__` ran, outermost first: what is known of modules that open no scope."""
-    found: list[str] = []
-    for frame in traceback.frames if traceback is not None else ():
-        if frame.file_name == _AUDIT:
-            break
-        file = frame.file_name
+    Args:
+      found: frames of the program, the innermost first.
+    """
+    classes: list[str] = []
+    for frame in found:
         # Of Flax's own, its layers only, not the wrappers of its transformations.
-        layer = not file.startswith(_FLAX) or file.startswith(_LAYERS)
-        if frame.function_name.endswith(".__call__") and layer and not file.startswith(_JAX):
-            found.append(frame.function_name.split(".")[-2])
-    return tuple(reversed(found))
-
-
-def hands_over(found: list[Line]) -> bool:
-    """Whether a module under a policy hands over its result here."""
-    ours = itertools.takewhile(lambda f: f.file.startswith(_JAX), found)
-    return any(f.file == _REGIONS and f.function.startswith("hand_over") for f in ours)
+        layer = not frame.file.startswith(_FLAX) or frame.file.startswith(_LAYERS)
+        if frame.function.endswith(".__call__") and layer and not frame.file.startswith(_JAX):
+            classes.append(frame.function.split(".")[-2])
+    return tuple(reversed(classes))
 
 
 @functools.cache

@@ -1,6 +1,5 @@
-"""The products in the StableHLO that another platform's compiler is given."""
+"""The matmuls in the StableHLO that another platform's compiler is given."""
 
-import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -9,8 +8,8 @@ from typing import Any
 import jax
 from jax import export
 
-from mpjax._audit import flops as costs
 from mpjax._audit.program import Program
+from mpjax._audit.records import Lowering
 from mpjax._precision import dtypes
 
 # The names that a person types, and what jax.export calls them.
@@ -20,7 +19,7 @@ _NAME = r"@(\"[^\"]*\"|[\w$.\-]+)\("
 _FUNCTION = re.compile(r"^\s*func\.func .*?" + _NAME)
 _CALL = re.compile(r"\bcall " + _NAME)
 _TENSOR = r"tensor<((?:[^<>]|<[^<>]*>)*)>"
-_PRODUCT = re.compile(
+_MATMUL = re.compile(
     r"\b(?:stablehlo\.(?:dot_general|convolution)|chlo\.ragged_dot)\b.*:\s*"
     rf"\({_TENSOR}, {_TENSOR}[^)]*\)\s*->"
 )
@@ -35,29 +34,6 @@ _ELEMENT = {
     "complex<f64>": "complex128",
     "i1": "bool",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Lowering:
-    """Operand dtypes of the products of a program, before and after lowering for a platform.
-
-    Attributes:
-      platform: what it was lowered for.
-      traced: how many products of the traced program take which operands, each written once however often a loop
-        runs it.
-      lowered: the same of the StableHLO.
-    """
-
-    platform: str
-    traced: dict[str, int]
-    lowered: dict[str, int]
-
-    @property
-    def differences(self) -> dict[str, tuple[int, int]]:
-        """From operand dtypes to how many products were traced and how many lowered, where these differ."""
-        names = sorted(self.traced | self.lowered)
-        pairs = {n: (self.traced.get(n, 0), self.lowered.get(n, 0)) for n in names}
-        return {n: (before, after) for n, (before, after) in pairs.items() if before != after}
 
 
 def check_platform(platform: str) -> str:
@@ -85,13 +61,13 @@ def lower(fn: Callable[..., Any], args: tuple[Any, ...], program: Program, platf
     """
     name = check_platform(platform)
     exported = export.export(jax.jit(fn), platforms=[name])(*args)
-    traced = Counter(_sorted(*costs.operand_dtypes(op)) for op in program.products())
-    lowered = products(exported.mlir_module())
+    traced = Counter(_sorted(*op.operand_dtypes) for op in program.matmuls())
+    lowered = matmuls(exported.mlir_module())
     return Lowering(platform, dict(sorted(traced.items())), dict(sorted(lowered.items())))
 
 
-def products(module: str) -> Counter[str]:
-    """How many products of a StableHLO module take which operands, those of a function once for each call of it."""
+def matmuls(module: str) -> Counter[str]:
+    """How many matmuls of a StableHLO module take which operands, those of a function once for each call of it."""
     own: dict[str, Counter[str]] = {}
     calls: dict[str, Counter[str]] = {}
     function = ""
@@ -99,7 +75,7 @@ def products(module: str) -> Counter[str]:
         if (start := _FUNCTION.match(line)) is not None:
             function = start.group(1)
             own[function], calls[function] = Counter(), Counter()
-        for lhs, rhs in _PRODUCT.findall(line):
+        for lhs, rhs in _MATMUL.findall(line):
             own[function][_sorted(_element(lhs), _element(rhs))] += 1
         calls.get(function, Counter()).update(_CALL.findall(line))
 

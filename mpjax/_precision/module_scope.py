@@ -19,6 +19,9 @@ hooks: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
 # Of each model, by the name of its class: from the paths of modules to their classes, None of those that do not run.
 Classes = dict[str, dict[str, type | None]]
 
+# The scope around the casts by which a module under a policy returns its result.
+OUTPUT = "mpjax_output"
+
 _MARK = re.compile(r"⟦([^⟦⟧:]*):([^⟦⟧]*)⟧")
 
 
@@ -89,6 +92,11 @@ def opened(mark: Mark | None, cls: type | None = None) -> Iterator[None]:
             yield
     finally:
         _recording.open.pop()
+
+
+def output() -> contextlib.AbstractContextManager[None]:
+    """Marks what is traced within as the cast of a module's result; does nothing outside of audits."""
+    return contextlib.nullcontext() if _recording.classes is None else jax.named_scope(OUTPUT)
 
 
 def present(root: str, paths: Iterable[str]) -> None:

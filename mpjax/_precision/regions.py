@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._precision import casting
+from mpjax._precision import casting, module_scope
 from mpjax._precision.policy import Policy
 from mpjax._precision.policy_map import DEFAULT_ENTRY, PolicyMap
 
@@ -233,7 +233,8 @@ def hand_over(tree: Any, dtype: np.dtype, is_leaf: Callable[[Any], bool] | None 
             return x
         return casting.cast_leaf(x, dtype)
 
-    return casting.map_changed(hand_over_leaf, tree, is_leaf)
+    with module_scope.output():
+        return casting.map_changed(hand_over_leaf, tree, is_leaf)
 
 
 def _is_ancestor(ancestor: str, path: str) -> bool:

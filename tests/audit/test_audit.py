@@ -23,7 +23,7 @@ from mpjax._audit import read_jaxpr as reading
 from mpjax._audit import report
 from mpjax._audit import stablehlo as lowering
 from mpjax._audit.audit import audit
-from mpjax._audit.stablehlo import Lowering
+from mpjax._audit.result import Lowering
 
 BF16 = "p=f32,c=bf16,o=f32"
 POLICIES = ("float32", BF16, "p=f32,c=f16,o=f32")
@@ -77,15 +77,15 @@ def train_step(policy: Any, model: nn.Module | None = None, dtype: Any = jnp.flo
     return mpjax.make_train_step(loss_fn), (jax.eval_shape(make_state), x)
 
 
-def products(found: Any) -> dict[tuple[str, str], tuple[str, int]]:
+def matmuls(found: Any) -> dict[tuple[str, str], tuple[str, int]]:
     """From module and phase to operands and count."""
-    return {(p.module, p.phase): (p.operands, p.count) for p in found.products}
+    return {(m.module, m.phase): (m.operands, m.count) for m in found.matmuls}
 
 
 # ------------------------------------------------------------------------------------- what is counted
 
 
-def test_flops_of_products_agree_with_xla_within_a_percent():
+def test_flops_of_matmuls_agree_with_xla_within_a_percent():
     def f(a, b, c):
         return jnp.einsum("bij,jk->bik", a, b) @ c
 
@@ -101,11 +101,11 @@ def test_flops_of_a_convolution_are_two_for_each_number_of_the_input_that_the_ke
     assert audit(conv, array(2, 8, 8, 3), array(3, 3, 3, 5)).total_flops == 2 * (2 * 3 * 5) * (8 + 7 + 7) ** 2
 
 
-def test_a_product_in_a_scan_counts_once_for_each_step():
+def test_a_matmul_in_a_scan_counts_once_for_each_step():
     def f(x, w):
         return lax.scan(lambda h, _: (h @ w, None), x, None, length=7)[0]
 
-    (found,) = audit(f, X, W).products
+    (found,) = audit(f, X, W).matmuls
     assert (found.count, found.flops) == (7, 7 * ONE)
 
 
@@ -206,7 +206,7 @@ def test_what_the_forward_pass_saves_is_counted_in_its_dtype(dtype, size):
 
 def test_operations_belong_to_the_paths_that_a_policy_map_matches():
     found = audit(*unpacked(train_step(BF16)))
-    assert products(found) == {
+    assert matmuls(found) == {
         (module, phase): ("bfloat16", count)
         for module, backward in [("block_0/dense", 1), ("block_1/dense", 2), ("head", 2)]
         for phase, count in [("forward", 1), ("backward", backward)]
@@ -215,9 +215,9 @@ def test_operations_belong_to_the_paths_that_a_policy_map_matches():
 
 def test_the_body_of_a_scan_belongs_to_the_module_that_is_scanned():
     found = audit(*unpacked(train_step(BF16, Model(scanned=True, layers=3))))
-    assert products(found)["blocks/dense", "forward"] == ("bfloat16", 3)
+    assert matmuls(found)["blocks/dense", "forward"] == ("bfloat16", 3)
     # The forward product again, as it is rematerialised, and two of its own.
-    assert products(found)["blocks/dense", "backward"] == ("bfloat16", 9)
+    assert matmuls(found)["blocks/dense", "backward"] == ("bfloat16", 9)
     assert not found.at_least("warning")
 
 
@@ -248,7 +248,7 @@ def test_an_nnx_step_that_changes_its_model_is_audited_whole():
     step, args = nnx_step()
     before = jax.tree.leaves(nnx.state(args[0]))
     found = audit(step, *args)
-    assert products(found) == {
+    assert matmuls(found) == {
         ("layers/0", "forward"): ("bfloat16", 1),
         ("layers/0", "backward"): ("bfloat16", 1),
         ("layers/2", "forward"): ("bfloat16", 1),
@@ -260,7 +260,7 @@ def test_an_nnx_step_that_changes_its_model_is_audited_whole():
 
 def test_nnx_modules_without_a_policy_are_told_by_their_classes():
     model = nnx.Sequential(nnx.Linear(16, 8, rngs=nnx.Rngs(0)))
-    assert products(audit(lambda model, x: model(x), model, X)) == {("Linear", "forward"): ("float32", 1)}
+    assert matmuls(audit(lambda model, x: model(x), model, X)) == {("Linear", "forward"): ("float32", 1)}
 
 
 # ------------------------------------------------------------------------------------- against a policy
@@ -283,7 +283,7 @@ def test_a_program_is_compared_with_the_policies_that_are_asked_for():
     )
 
 
-def test_a_product_below_the_policy_is_an_error_too():
+def test_a_matmul_below_the_policy_is_an_error_too():
     fn, args = train_step(BF16)
     found = audit(fn, *args, policies={".*dense": BF16, "*": "float32"}).findings
     assert {(f.kind, f.module, f.severity) for f in found} == {("below-policy", "head", "error")}
@@ -364,33 +364,31 @@ def test_an_unknown_severity_is_quoted():
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
-def test_the_products_for_another_platform_are_those_of_the_program(platform):
+def test_the_matmuls_for_another_platform_are_those_of_the_program(platform):
     found = audit(*unpacked(train_step(BF16, Model(scanned=True))), platform=platform)
     # Two layers in a loop are one product in the program: forward, again for the backward pass, and two of its own.
     assert found.lowering.lowered == found.lowering.traced == {"bfloat16 × bfloat16": 9}
-    assert f"products in the StableHLO for {platform}: 9 of bfloat16 × bfloat16" in str(found)
+    assert f"matmuls in the StableHLO for {platform}: 9 of bfloat16 × bfloat16" in str(found)
     assert not found.of("lowering")
 
 
-def test_products_that_were_lowered_to_others_are_an_error(monkeypatch):
+def test_matmuls_that_were_lowered_to_others_are_an_error(monkeypatch):
     wider = Lowering("tpu", {"bfloat16 × bfloat16": 1}, {"float32 × float32": 1})
     module = importlib.import_module("mpjax._audit.audit")
     monkeypatch.setattr(module, "lower", lambda *args: wider)
     found = module.audit(lambda x, w: x @ w, X, W, platform="tpu").of("lowering")
     assert {f.severity for f in found} == {"error"}
-    assert "For tpu 1 products take float32 × float32; the traced program has 0." in {
-        f.message for f in found
-    }
+    assert "For tpu 1 matmuls take float32 × float32; the traced program has 0." in {f.message for f in found}
 
 
-def test_a_function_that_is_called_twice_has_its_products_twice():
+def test_a_function_that_is_called_twice_has_its_matmuls_twice():
     inner = jax.jit(lambda x, w: x @ w)
 
     def f(x, w):
         return lax.scan(lambda h, _: (inner(inner(h, w), w), None), x, None, length=9)[0]
 
     module = jax.jit(f).lower(X, W).as_text()
-    assert lowering.products(module) == {"float32 × float32": 2}
+    assert lowering.matmuls(module) == {"float32 × float32": 2}
 
 
 def test_an_unknown_platform_names_the_closest():
@@ -411,7 +409,7 @@ def test_it_prints_modules_that_differ_in_a_number_in_one_row():
 def test_it_prints_without_rich(monkeypatch):
     monkeypatch.setattr(report, "_rich", lambda: None)
     lines = str(audit(lambda x, w: x @ w, X, W)).splitlines()
-    assert lines[1].split()[:3] == ["module", "products", "FLOPs"]
+    assert lines[1].split()[:3] == ["module", "matmuls", "FLOPs"]
     assert lines[3].split()[:5] == ["(model)", "1", "4.1", "kFLOP", "100.0"]
 
 
@@ -420,7 +418,7 @@ def test_a_finding_says_where_what_why_and_what_to_do():
     assert shown.startswith("error: mask-overflow in attention, forward, ")
     assert "test_audit.py:" in shown
     for part in (
-        "The constant -1e9 is outside of float16",
+        "A constant is outside of float16, which ends at 65504.",
         "float16[4,4]",
         "Why it matters: ",
         "What to do: ",

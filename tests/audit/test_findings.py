@@ -249,5 +249,5 @@ def test_a_constant_that_only_a_cast_in_tracing_lost_is_found():
     (found,) = audit(Norm(), array(8, dtype=HALF)).findings
     assert (found.kind, found.message.split(",")[0]) == (
         "vanishing-constant",
-        "The constant 1e-9 is zero in float16",
+        "A constant is zero in float16",
     )

@@ -146,7 +146,7 @@ def test_a_program_holds_the_map_that_it_runs_under_in_the_modules_that_explain_
     step = jax.grad(mpjax.autocast(linen_loss(model), policies))
     found = mpjax.audit(step, params, X, policies=policies)
     assert not found.at_least("warning")
-    assert {p.module for p in found.products} == modules
+    assert {p.module for p in found.matmuls} == modules
     assert modules <= {row.path for row in mpjax.explain(model, policies, X).rows}
 
 
@@ -161,7 +161,7 @@ def test_a_scope_around_a_model_is_no_part_of_its_paths():
     params = jax.eval_shape(model.init, jax.random.key(0), X)
     found = mpjax.audit(jax.grad(mpjax.autocast(loss, policies)), params, X, policies=policies)
     assert not found.findings
-    assert {p.module for p in found.products} == {"proj", "head"}
+    assert {p.module for p in found.matmuls} == {"proj", "head"}
     assert "loss" in found.modules
 
 
@@ -179,7 +179,7 @@ def test_a_scope_within_a_module_shows_but_no_pattern_matches_it():
     policies = {".*out": "float32", "*": BF16}
     loss = mpjax.autocast(linen_loss(model), policies)
     found = mpjax.audit(loss, params, X, policies={".*(out|scores)": "float32", "*": BF16})
-    assert {p.module: p.operands for p in found.products} == {
+    assert {p.module: p.operands for p in found.matmuls} == {
         "layers_0/scores": "bfloat16",
         "layers_0": "bfloat16",
         "layers_0/out": "float32",
@@ -199,7 +199,7 @@ def test_classes_of_a_map_are_those_of_the_modules_whatever_their_names():
     policies = mpjax.PolicyMap({nn.Dense: "float32"}, default=BF16)
     params = jax.eval_shape(Model().init, jax.random.key(0), X)
     found = mpjax.audit(jax.grad(mpjax.autocast(linen_loss(Model()), policies)), params, X, policies=policies)
-    assert {p.module: p.operands for p in found.products} == {"first": "bfloat16", "last": "float32"}
+    assert {p.module: p.operands for p in found.matmuls} == {"first": "bfloat16", "last": "float32"}
     assert not found.errors
 
 
@@ -213,7 +213,7 @@ def test_paths_of_several_models_start_with_their_classes_and_match_without():
     policies = {"enc": "float32", "proj": "float32", "*": BF16}
     found = mpjax.audit(jax.grad(mpjax.autocast(loss, policies), (0, 1)), *params, X, policies=policies)
     assert not found.errors
-    assert {p.module for p in found.products} == {"Net/proj", "Net/head", "Coder/enc", "Coder/dec"}
+    assert {p.module for p in found.matmuls} == {"Net/proj", "Net/head", "Coder/enc", "Coder/dec"}
 
 
 # --------------------------------------------------------------------------------------- modules of nnx
@@ -253,7 +253,7 @@ def test_modules_of_nnx_have_the_paths_that_their_policy_was_applied_by():
     model = mpjax.nnx.apply_policy(Tied(nnx.Rngs(0)), policies)
     found = mpjax.audit(nnx.grad(loss), model, X, policies=policies)
     assert not found.errors
-    assert {p.module: p.operands for p in found.products} == {
+    assert {p.module: p.operands for p in found.matmuls} == {
         "embed": "float32",
         "head/own": "bfloat16",
         "coder/enc": "float32",
@@ -277,7 +277,7 @@ def test_modules_of_equinox_are_told_by_their_classes():
         return jnp.mean(jax.vmap(eqx.combine(arrays, static))(x))
 
     found = mpjax.audit(jax.grad(loss), arrays, X)
-    assert {p.module for p in found.products} == {"MLP/Linear", "Linear"}
+    assert {p.module for p in found.matmuls} == {"MLP/Linear", "Linear"}
     assert {"MLP", "LayerNorm"} <= set(found.modules)
 
 
@@ -318,7 +318,7 @@ def test_the_line_of_a_product_in_equinox_is_the_users():
         y = jax.vmap(layer)(x)
         return jnp.mean(y**2)
 
-    assert lines(jax.grad(loss), arrays, X) == {("test_places.py", "y = jax.vmap(layer)(x)")}
+    assert lines(jax.grad(loss), arrays, X) == {("test_source_locations.py", "y = jax.vmap(layer)(x)")}
 
 
 def test_the_line_of_a_product_in_haiku_is_the_users():
@@ -331,7 +331,7 @@ def test_the_line_of_a_product_in_haiku_is_the_users():
 
     model = hk.without_apply_rng(hk.transform(lambda x: Model()(x)))
     params = jax.eval_shape(model.init, jax.random.key(0), X)
-    assert lines(jax.grad(model.apply), params, X) == {("test_places.py", "x = hk.Linear(8)(x)")}
+    assert lines(jax.grad(model.apply), params, X) == {("test_source_locations.py", "x = hk.Linear(8)(x)")}
 
 
 def installed(tmp_path: pathlib.Path, package: str, source: str, **names: Any) -> Any:
@@ -351,7 +351,7 @@ def test_the_line_of_a_product_in_an_installed_package_is_where_the_user_calls_i
         return dense(x, w)
 
     assert lines(loss, X, jax.ShapeDtypeStruct((8, 2), jnp.float32)) == {
-        ("test_places.py", "return dense(x, w)")
+        ("test_source_locations.py", "return dense(x, w)")
     }
 
 
@@ -383,8 +383,8 @@ def test_an_audit_within_an_audit_keeps_its_marks_to_itself():
         return model.apply(params, x)
 
     found = mpjax.audit(outer, params, X)
-    assert {p.module for p in found.products} == {"enc", "dec"}
-    assert {p.module for p in inner[0].products} == {""}
+    assert {p.module for p in found.matmuls} == {"enc", "dec"}
+    assert {p.module for p in inner[0].matmuls} == {""}
 
 
 # ------------------------------------------------------------------------- patterns that match no module

@@ -1,15 +1,16 @@
-"""Findings about casts: parameters cast early, casts there and back, integers, keys and float64."""
+"""Findings about casts: parameters cast early, casts back and forth, integers, keys and float64."""
 
 import math
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mpjax._audit import dataflow
-from mpjax._audit import flops as costs
-from mpjax._audit.findings import ERROR, NOTE, WARNING, Findings
-from mpjax._audit.program import Op, Program, Value
+from mpjax._audit.findings import Findings
+from mpjax._audit.program import CAST, Op, Program, Value
+from mpjax._audit.records import ERROR, NOTE, WARNING
 from mpjax._audit.source_locations import BACKWARD, FORWARD
 from mpjax._precision import dtypes
 from mpjax._precision.rules import Decided
@@ -24,9 +25,9 @@ def check(found: Findings) -> None:
     """Looks at every cast."""
     _early(found)
     for op in found.program.computing():
-        if costs.is_cast(op):
+        if op.is_cast:
             _roundtrip(found, op)
-        elif op.name == dataflow.CAST:
+        elif op.name == CAST:
             _integer(found, op)
         _float64(found, op)
     for value in found.program.inputs:
@@ -37,33 +38,33 @@ def check(found: Findings) -> None:
 # ------------------------------------------------------------------------------------------ early casts
 
 
-_Place = tuple[tuple[int, ...], str, str]
+_Location: TypeAlias = tuple[tuple[int, ...], str, str]
 
 
-def _casts_of_gradients(program: Program) -> dict[_Place, list[int]]:
+def _casts_of_gradients(program: Program) -> dict[_Location, list[int]]:
     """How often each of the backward pass's casts from 16 bits, the transposes of casts to them, runs.
 
     They are told by shape, module and line.
     """
-    found: dict[_Place, list[int]] = {}
+    found: dict[_Location, list[int]] = {}
     for op in program.computing():
-        if op.phase == BACKWARD and costs.is_cast(op) and costs.is_half(op.ins[0]):
-            found.setdefault(_place(op), []).append(op.count)
+        if op.phase == BACKWARD and op.is_cast and op.ins[0].is_half:
+            found.setdefault(_location(op), []).append(op.count)
     return found
 
 
-def _place(op: Op) -> _Place:
+def _location(op: Op) -> _Location:
     return op.out.shape, op.path, str(op.line)
 
 
-def _casts_of_arguments(program: Program) -> dict[_Place, list[Op]]:
-    """The casts of arguments to 16 bits in the forward pass, by place, in the order of the arguments."""
+def _casts_of_arguments(program: Program) -> dict[_Location, list[Op]]:
+    """The casts of arguments to 16 bits in the forward pass, by location, in the order of the arguments."""
     order = {id(value): i for i, value in enumerate(program.inputs)}
-    found: dict[_Place, list[Op]] = {}
+    found: dict[_Location, list[Op]] = {}
     for op in program.computing():
-        narrows = op.phase == FORWARD and costs.is_cast(op) and costs.is_half(op.out)
+        narrows = op.phase == FORWARD and op.is_cast and op.out.is_half
         if narrows and id(dataflow.source(op.ins[0])) in order:
-            found.setdefault(_place(op), []).append(op)
+            found.setdefault(_location(op), []).append(op)
     for ops in found.values():
         ops.sort(key=lambda op: order[id(dataflow.source(op.ins[0]))])
     return found
@@ -71,9 +72,9 @@ def _casts_of_arguments(program: Program) -> dict[_Place, list[Op]]:
 
 def _early(found: Findings) -> None:
     of_gradients = _casts_of_gradients(found.program)
-    for place, casts in _casts_of_arguments(found.program).items():
-        runs = of_gradients.get(place, [])
-        # Where a batch is cast at the same place, parameters are the first of the arguments.
+    for location, casts in _casts_of_arguments(found.program).items():
+        runs = of_gradients.get(location, [])
+        # Where a batch is cast at the same location, parameters are the first of the arguments.
         for op in casts[: len(runs)] if of_gradients else casts:
             # JAX moves a cast out of the loop that it is written in, but the gradient is still cast in each step.
             differentiated = bool(runs) and min(runs) <= op.count
@@ -122,44 +123,44 @@ def _rows(use: Op, value: Value) -> int:
     """How often a single use may take the same element: a lookup takes a row for each index."""
     if use.name == "gather" and use.ins[0] is value:
         return max(1, math.prod(use.ins[1].shape[:-1]))
-    return 0 if use.glue else 1
+    return 0 if use.structural else 1
 
 
-# ----------------------------------------------------------------------------------------- there and back
+# ----------------------------------------------------------------------------------------- back and forth
 
 
 def _roundtrip(found: Findings, op: Op) -> None:
-    before, there = op.ins[0], op.out
-    # In what precision a module hands over its result, its policy says; and casts of the backward pass mirror
+    before, after = op.ins[0], op.out
+    # The policy of a module says in which precision it returns its result; and casts of the backward pass mirror
     # those of the forward pass.
-    if op.phase == BACKWARD or op.handed_over:
+    if op.phase == BACKWARD or op.is_output:
         return
-    if min(before.dtype.itemsize, there.dtype.itemsize) < 2 or math.prod(there.shape) <= 1:
+    if min(before.dtype.itemsize, after.dtype.itemsize) < 2 or math.prod(after.shape) <= 1:
         return
-    if any(there is out for out in found.program.outputs):
+    if any(after is out for out in found.program.outputs):
         return
-    takers = list(dataflow.uses(there))
-    back = [use for use, _ in takers if costs.is_cast(use) and use.out.dtype == before.dtype]
+    takers = list(dataflow.uses(after))
+    back = [use for use, _ in takers if use.is_cast and use.out.dtype == before.dtype]
     if not takers or len(back) != len(takers):
         return
-    lossy = there.dtype.itemsize < before.dtype.itemsize
-    # A policy narrows what a layer has just widened, for a product or to hand it over; the compiler drops both casts.
-    if not lossy and all(b.handed_over or _is_decided(b) for b in back):
+    lossy = after.dtype.itemsize < before.dtype.itemsize
+    # A policy narrows what a layer has just widened, for a matmul or as its result; the compiler drops both casts.
+    if not lossy and all(b.is_output or _is_decided(b) for b in back):
         return
     # What was rounded away is what a split into two narrow parts, or a compensated sum, is after.
     if lossy and all(_is_residual(b.out, before) for b in back):
         return
     # Nothing is lost where the value was narrow before, or is only ever taken narrow again: that is two casts
     # too many, not a value rounded for nothing.
-    if lossy and (_comes_from(before, there.dtype) or all(_is_taken_as(b.out, there.dtype) for b in back)):
+    if lossy and (_comes_from(before, after.dtype) or all(_is_taken_as(b.out, after.dtype) for b in back)):
         return
     found.add(
         "cast-roundtrip",
         WARNING if lossy else NOTE,
         op,
-        f"{before.dtype.name} is cast to {there.dtype.name} and back at {back[0].line}, with no use between"
+        f"{before.dtype.name} is cast to {after.dtype.name} and back at {back[0].line}, with no use between"
         + ("; what was rounded away is lost." if lossy else "."),
-        f"{before} → {there} → {back[0].out}",
+        f"{before} → {after} → {back[0].out}",
     )
 
 
@@ -172,17 +173,17 @@ def _is_residual(rounded: Value, value: Value) -> bool:
 
 
 def _is_decided(cast: Op) -> bool:
-    """Whether a cast serves products under a policy only."""
+    """Whether a cast serves matmuls under a policy only."""
     return all(isinstance(use.eqn.params.get("precision"), Decided) for use, _ in dataflow.uses(cast.out))
 
 
 def _comes_from(value: Value, dtype: np.dtype) -> bool:
     op = dataflow.source(value).op
-    return op is not None and costs.is_cast(op) and op.ins[0].dtype == dtype
+    return op is not None and op.is_cast and op.ins[0].dtype == dtype
 
 
 def _is_taken_as(value: Value, dtype: np.dtype) -> bool:
-    return all(costs.is_cast(use) and use.out.dtype == dtype for use, _ in dataflow.uses(value))
+    return all(use.is_cast and use.out.dtype == dtype for use, _ in dataflow.uses(value))
 
 
 # ---------------------------------------------------------------------------------------- integers, keys
@@ -190,7 +191,7 @@ def _is_taken_as(value: Value, dtype: np.dtype) -> bool:
 
 def _integer(found: Findings, op: Op) -> None:
     before, after = op.ins[0], op.out
-    if not jnp.issubdtype(before.dtype, jnp.integer) or not costs.is_floating(after):
+    if not jnp.issubdtype(before.dtype, jnp.integer) or not after.is_floating:
         return
     origin = dataflow.source(before)
     if _is_key(origin, after):
@@ -199,7 +200,7 @@ def _integer(found: Findings, op: Op) -> None:
         return
     limit = dtypes.limits(after.dtype).count
     largest = _largest(origin)
-    if not costs.is_half(after) or (largest is not None and largest <= limit):
+    if not after.is_half or (largest is not None and largest <= limit):
         return
     if origin.name is not None:
         severity, what = _severity_of_argument(origin, op, limit), f"{origin.name} holds integers and"
@@ -219,17 +220,17 @@ def _integer(found: Findings, op: Op) -> None:
 
 
 def _severity_of_argument(origin: Value, cast: Op, limit: int) -> str:
-    """How grave it is to cast an argument of integers, whose size nothing but its use tells."""
+    """How severe it is to cast an argument of integers, whose size nothing but its use tells."""
     if (_largest_given(origin) or 0) > limit:
         return ERROR
     takers = list(dataflow.uses(cast.out))
-    if any(use.name == dataflow.CAST and jnp.issubdtype(use.out.dtype, jnp.integer) for use, _ in takers):
+    if any(use.name == CAST and jnp.issubdtype(use.out.dtype, jnp.integer) for use, _ in takers):
         return ERROR  # an index that comes back rounded
     return NOTE if all(_takes_mask(use, v) for use, v in takers) else WARNING
 
 
 def _largest_given(origin: Value) -> int | None:
-    """The largest integer in an argument, if its numbers were given and lie within this process's reach."""
+    """The largest integer in an argument, if its numbers were given and this process has them."""
     given = origin.given
     known = isinstance(given, np.ndarray) or (
         isinstance(given, jax.Array) and not isinstance(given, jax.core.Tracer) and given.is_fully_addressable
@@ -248,21 +249,19 @@ def _takes_mask(use: Op, value: Value) -> bool:
 
 
 def _is_key(origin: Value, cast: Value) -> bool:
-    """Whether a cast takes the bits of a key: of a typed one, of what goes on as one, or of a lone pair of words."""
+    """Whether a cast takes the bits of a key: of a typed one, of what is used as one, or of a lone pair of words."""
     if origin.dtype != np.uint32 or origin.shape[-1:] != (2,):
         return False
     if origin.op is not None:
         return origin.op.name in _FROM_KEYS
     if any(use.name in _TO_KEYS for use, _ in dataflow.uses(origin)) or _becomes_key(cast):
         return True
-    return origin.shape == (2,) and costs.is_half(cast)
+    return origin.shape == (2,) and cast.is_half
 
 
 def _becomes_key(value: Value) -> bool:
     takers = [use for use, _ in dataflow.uses(value)]
-    return any(
-        use.name in _TO_KEYS or (use.name == dataflow.CAST and _becomes_key(use.out)) for use in takers
-    )
+    return any(use.name in _TO_KEYS or (use.name == CAST and _becomes_key(use.out)) for use in takers)
 
 
 def _largest(value: Value) -> int | None:

@@ -1,29 +1,28 @@
-"""Findings about products: above or below what the policy says, and of two dtypes."""
-
-import re
+"""Findings about matmuls and convolutions: above or below what the policy says, and of two dtypes."""
 
 import numpy as np
 from jax import lax
 
 from mpjax._audit import dataflow
-from mpjax._audit import flops as costs
-from mpjax._audit.findings import ERROR, WARNING, Findings
-from mpjax._audit.program import Op, Program, Value
+from mpjax._audit.findings import Findings
+from mpjax._audit.flops import flops
+from mpjax._audit.governed import entry_of
+from mpjax._audit.program import CAST, Op, Program, Value
+from mpjax._audit.records import ERROR, WARNING
 from mpjax._audit.source_locations import OPTIMIZER
-from mpjax._precision.policy_map import DEFAULT_ENTRY, PolicyMap, ancestors
 from mpjax._precision.rules import Decided
 
 
 def check(found: Findings) -> None:
-    """Compares the operands of every product with what they should be.
+    """Compares the operands of every matmul with what they should be.
 
     That is what the policies to compare with say. Without them it is what the policy that the program was traced
     under decided; where there was none, the 16-bit format that most FLOPs take, if one does.
     """
     inferred = None if found.policies else _usual_dtype(found.program)
-    for op in found.program.products():
+    for op in found.program.matmuls():
         lhs, rhs = op.ins[:2]
-        if not (costs.is_floating(lhs) and costs.is_floating(rhs)):
+        if not (lhs.is_floating and rhs.is_floating):
             continue
         expected = _expected(op, found)
         sure = expected is not None
@@ -38,7 +37,7 @@ def check(found: Findings) -> None:
 
 
 def _expected(op: Op, found: Findings) -> np.dtype | None:
-    """The dtype that the operands of a product must have; None if nothing says it."""
+    """The dtype that the operands of a matmul must have; None if nothing says it."""
     precision = op.eqn.params.get("precision")
     decided = precision.compute_dtype if isinstance(precision, Decided) else None
     if found.policies is None:
@@ -49,58 +48,20 @@ def _expected(op: Op, found: Findings) -> np.dtype | None:
     )
     if asked_for or explicit or op.full_precision or op.phase == OPTIMIZER or _sums_nothing(op):
         return None
-    return found.policies.policy(_entry(found.policies, op, found.program)).compute_dtype
-
-
-def check_governs(program: Program, policies: PolicyMap) -> None:
-    """Raises if an entry matches no module of the program, as one that is misspelt does.
-
-    Raises:
-      ValueError: naming the pattern and the closest paths.
-    """
-    known = [
-        (a, classes.get(a)) for classes in program.classes.values() for p in classes for a in ancestors(p)
-    ]
-    others = {a for op in program.ops if op.model not in program.classes for a in ancestors(op.module)}
-    matches = {policies.match(path, cls) for path, cls in known}
-    matches |= {_match(policies, path, program.root) for path in others}
-    if not program.classes:  # of modules with names of their own the program does not know the class
-        matches |= {i for i, (key, _) in enumerate(policies.entries) if key.startswith("class:")}
-    policies.check_governs({m for m in matches if m is not None}, {path for path, _ in known} | others)
-
-
-def _entry(policies: PolicyMap, op: Op, program: Program) -> int:
-    """The entry of a map that governs an operation."""
-    if (classes := program.classes.get(op.model)) is not None:
-        return policies.resolve(op.module, classes)
-    matches = (_match(policies, ancestor, program.root) for ancestor in ancestors(op.module))
-    return next((m for m in matches if m is not None), DEFAULT_ENTRY)
-
-
-def _match(policies: PolicyMap, path: str, root: str | None) -> int | None:
-    """The first entry that matches a path of names; classes are told by the name that Flax gives their modules."""
-    name = re.sub(r"_\d+$", "", path.rpartition("/")[2]) or root or ""
-    return next(
-        (
-            i
-            for i, (key, _) in enumerate(policies.entries)
-            if (key.rpartition(".")[2] == name if key.startswith("class:") else re.fullmatch(key, path))
-        ),
-        None,
-    )
+    return found.policies.policy(entry_of(found.policies, op, found.program)).compute_dtype
 
 
 def _usual_dtype(program: Program) -> np.dtype | None:
-    """The 16-bit format that products with most FLOPs take, if the program was traced under no policy."""
-    flops: dict[np.dtype, int] = {}
-    for op in program.products():
+    """The 16-bit format that matmuls with most FLOPs take, if the program was traced under no policy."""
+    total: dict[np.dtype, int] = {}
+    for op in program.matmuls():
         if _is_unmarked(op) and op.ins[0].dtype == op.ins[1].dtype:
             dtype = op.ins[0].dtype
-            flops[dtype] = flops.get(dtype, 0) + costs.flops(op)
-    if not flops:
+            total[dtype] = total.get(dtype, 0) + flops(op)
+    if not total:
         return None
-    usual = max(flops, key=lambda d: flops[d])
-    return usual if usual.itemsize == 2 and 2 * flops[usual] >= sum(flops.values()) else None
+    usual = max(total, key=lambda d: total[d])
+    return usual if usual.itemsize == 2 and 2 * total[usual] >= sum(total.values()) else None
 
 
 def _is_unmarked(op: Op) -> bool:
@@ -115,7 +76,7 @@ def _sums_nothing(op: Op) -> bool:
 
 
 def _upcast(found: Findings, op: Op, expected: np.dtype, sure: bool) -> bool:
-    """Reports a product above the policy; not one that nothing says should be narrower."""
+    """Reports a matmul above the policy; not one that nothing says should be narrower."""
     wide = [v for v in op.ins[:2] if v.dtype.itemsize > expected.itemsize]
     cause, text = _origin(wide)
     if not sure and cause is None:
@@ -125,9 +86,9 @@ def _upcast(found: Findings, op: Op, expected: np.dtype, sure: bool) -> bool:
         "silent-upcast",
         ERROR if sure else WARNING,
         op,
-        f"A product takes {wide[0].dtype.name} operands {says} {expected.name}. {text}",
+        f"A matmul takes {wide[0].dtype.name} operands {says} {expected.name}. {text}",
         _shapes(op),
-        cost=costs.flops(op),
+        cost=flops(op),
         of="FLOPs",
     )
     return True
@@ -139,7 +100,7 @@ def _origin(operands: list[Value]) -> tuple[Op | None, str]:
         cast = dataflow.widening(operand)
         if cast is not None:
             return cast, f"{cast.ins[0]} became {cast.out.dtype.name} at {cast.line}{_met(cast)}."
-    origins = [dataflow.source(v, through=(dataflow.CAST,)) for v in operands]
+    origins = [dataflow.source(v, through=(CAST,)) for v in operands]
     given = next((v for v in origins if v.op is None), None)
     if given is None:
         return None, "What it is computed from was never narrower."
@@ -161,9 +122,9 @@ def _below(found: Findings, op: Op, expected: np.dtype) -> None:
         "below-policy",
         ERROR,
         op,
-        f"A product takes {narrow.dtype.name} operands where the policy says {expected.name}.",
+        f"A matmul takes {narrow.dtype.name} operands where the policy says {expected.name}.",
         _shapes(op),
-        cost=costs.flops(op),
+        cost=flops(op),
         of="FLOPs",
     )
 
@@ -173,9 +134,9 @@ def _mixed(found: Findings, op: Op, sure: bool) -> None:
         "mixed-operands",
         ERROR if sure else WARNING,
         op,
-        f"A product takes operands of two dtypes: {_side('left', op.ins[0])}, {_side('right', op.ins[1])}.",
+        f"A matmul takes operands of two dtypes: {_side('left', op.ins[0])}, {_side('right', op.ins[1])}.",
         _shapes(op),
-        cost=costs.flops(op),
+        cost=flops(op),
         of="FLOPs",
     )
 

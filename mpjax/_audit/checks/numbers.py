@@ -2,22 +2,22 @@
 
 import math
 import re
+from collections import Counter
 
 import jax.numpy as jnp
 import numpy as np
 
 from mpjax._audit import dataflow, source_locations
-from mpjax._audit import flops as costs
-from mpjax._audit.findings import ERROR, WARNING, Findings
-from mpjax._audit.program import LostConstant, Op, Value
-from mpjax._audit.source_locations import Line
+from mpjax._audit.findings import Findings
+from mpjax._audit.program import CAST, Op, Value
+from mpjax._audit.records import ERROR, WARNING
+from mpjax._audit.source_locations import CallSite
 from mpjax._precision import dtypes
+from mpjax._precision.ops import Trait, with_trait
 
-_COLLECTIVES = ("psum", "psum2", "psum_invariant", "reduce_scatter", "psum_scatter", "all_reduce")
-_NARROW_RANGE = {
-    *("exp", "exp2", "expm1", "log", "log1p", "pow", "rsqrt", "erf_inv", "lgamma", "digamma", "cumlogsumexp"),
-}
-_TAKES_CONSTANT = ("add", "sub", "max", "min", "mul", "div", "clamp", "select_n", "pow", "broadcast_in_dim")
+_COLLECTIVES = with_trait(Trait.COLLECTIVE_SUM)
+_NARROW_RANGE = with_trait(Trait.NARROW_RANGE)
+_TAKES_CONSTANT = with_trait(Trait.TAKES_CONSTANT)
 
 
 def check(found: Findings) -> None:
@@ -25,7 +25,7 @@ def check(found: Findings) -> None:
     for op in found.program.computing():
         _range(found, op)
         _collective(found, op)
-        if op.name == dataflow.CAST:
+        if op.name == CAST:
             _cast_constant(found, op)
     _literals(found)
 
@@ -64,7 +64,7 @@ def _is_added_up(square: Value, depth: int = 4) -> bool:
     for use, _ in dataflow.uses(square):
         if use.name in ("reduce_sum", "reduce_window_sum"):
             return True
-        if use.name in (dataflow.CAST, *dataflow.ADDITIONS) and depth and _is_added_up(use.out, depth - 1):
+        if use.name in (CAST, *dataflow.ADDITIONS) and depth and _is_added_up(use.out, depth - 1):
             return True
     return False
 
@@ -74,7 +74,7 @@ def _is_added_up(square: Value, depth: int = 4) -> bool:
 
 def _cast_constant(found: Findings, op: Op) -> None:
     """Constants that the traced program itself casts, alone or in a mask."""
-    if not costs.is_half(op.out) or not costs.is_floating(op.ins[0]):
+    if not op.out.is_half or not op.ins[0].is_floating:
         return
     before = dataflow.constant(op.ins[0])
     numbers = _mask_constants(op.ins[0]) if before is None else before.reshape(-1)
@@ -89,7 +89,7 @@ def _cast_constant(found: Findings, op: Op) -> None:
 
 
 def _mask_constants(value: Value) -> np.ndarray:
-    """The constants that a mask such as `where(m, 0, -1e9)` or `(1 - m) * -1e9` puts into its places."""
+    """The constants that a mask such as `where(m, 0, -1e9)` or `(1 - m) * -1e9` puts in."""
     op = dataflow.source(value).op
     found: list[np.ndarray | None] = []
     if op is not None and op.name == "select_n":
@@ -102,68 +102,61 @@ def _mask_constants(value: Value) -> np.ndarray:
 
 def _is_zero_or_one(value: Value) -> bool:
     """Whether a value was made from a mask: cast from bools or integers, or one minus such."""
-    op = dataflow.source(value, through=(dataflow.CAST,)).op
+    op = dataflow.source(value, through=(CAST,)).op
     if op is not None and op.name == "sub":
         one = dataflow.constant(op.ins[0])
         return one is not None and bool(np.all(one == 1)) and _is_zero_or_one(op.ins[1])
-    origin = dataflow.source(value, through=(dataflow.CAST,))
+    origin = dataflow.source(value, through=(CAST,))
     return origin.dtype == np.bool_ or (origin.dtype is not None and np.issubdtype(origin.dtype, np.integer))
 
 
 def _literals(found: Findings) -> None:
-    """Constants that were cast when the program was traced, so that only their ruins are left in it."""
-    ruins: dict[tuple[bool, Line], list[Op]] = {}
+    """Constants that were cast when the program was traced, so that it holds an infinity or a zero in their place."""
+    if not found.program.lost:
+        return
+    constants: dict[CallSite, list[tuple[Op, Value]]] = {}
     for op in found.program.computing():
-        for overflow in {bool(v.const) for v in op.ins if _is_ruin(op, v)}:
-            ruins.setdefault((overflow, op.line), []).append(op)
-    reported: set[tuple[int, float]] = set()
-    for lost in found.program.lost:
-        at_line = ruins.get((lost.overflow, _line_of(lost)), [])
-        # Of several at a line those that JAX was called for by the same path.
-        for op in [op for op in at_line if _is_same_call(lost, op)] or at_line:
-            if (id(op), lost.number) not in reported:
-                reported.add((id(op), lost.number))
-                operand = next(v for v in op.ins if _is_ruin(op, v) and bool(v.const) == lost.overflow)
-                (_overflows if lost.overflow else _vanishes)(found, op, lost.number, operand)
+        for value in filter(_is_half_constant, op.ins if op.name in _TAKES_CONSTANT else ()):
+            constants.setdefault(op.call_site, []).append((op, value))
+    for lost, times in Counter(found.program.lost).items():
+        # The call that cast a number most often takes the result, too; else another on its line does.
+        taken = constants.get(lost.call_site) or [
+            pair
+            for call_site, pairs in constants.items()
+            if source_locations.is_same_line(call_site, lost.call_site)
+            for pair in pairs
+        ]
+        # What underflows need not become zero.
+        coarse = sum(0 < abs(v.const) < dtypes.limits(v.dtype).smallest_normal for _, v in taken)
+        if lost.overflow or times > coarse:
+            gone = {
+                id(op): (op, v) for op, v in taken if (math.isinf(v.const) if lost.overflow else v.const == 0)
+            }
+            for op, value in gone.values():
+                (_overflows if lost.overflow else _vanishes)(found, op, None, value)
 
 
-def _is_ruin(op: Op, operand: Value) -> bool:
-    if op.name not in _TAKES_CONSTANT or operand.const is None or operand.shape:
-        return False
-    return costs.is_half(operand) and (operand.const == 0 or math.isinf(operand.const))
+def _is_half_constant(value: Value) -> bool:
+    return value.const is not None and not value.shape and value.is_half
 
 
-def _line_of(lost: LostConstant) -> Line:
-    return source_locations.line(list(lost.frames))
-
-
-def _is_same_call(lost: LostConstant, op: Op) -> bool:
-    """Whether the line called JAX for the cast of a number in the same way as for this operation."""
-    called = _called(list(lost.frames))
-    return called is not None and called == _called(source_locations.frames(op.eqn.source_info.traceback))
-
-
-def _called(frames: list[Line]) -> tuple[str, int] | None:
-    """Where the user's line called into a library."""
-    position = next((i for i, f in enumerate(frames) if f == source_locations.user_line(frames)), 0)
-    return (frames[position - 1].file, frames[position - 1].line) if position else None
-
-
-def _overflows(found: Findings, op: Op, number: float, cast: Value) -> None:
+def _overflows(found: Findings, op: Op, number: float | None, cast: Value) -> None:
     limit = dtypes.limits(cast.dtype).max
-    message = f"The constant {_spelled(number)} is outside of {cast.dtype.name}, which ends at {limit:g}."
+    message = f"{_named(number)} is outside of {cast.dtype.name}, which ends at {limit:g}."
     found.add("mask-overflow", ERROR, op, message)
 
 
-def _vanishes(found: Findings, op: Op, number: float, cast: Value) -> None:
+def _vanishes(found: Findings, op: Op, number: float | None, cast: Value) -> None:
     smallest = dtypes.limits(cast.dtype).smallest_subnormal
-    message = f"The constant {_spelled(number)} is zero in {cast.dtype.name}, whose smallest number is {smallest:.2g}."
+    message = f"{_named(number)} is zero in {cast.dtype.name}, whose smallest number is {smallest:.2g}."
     found.add("vanishing-constant", ERROR, op, message)
 
 
-def _spelled(number: float) -> str:
-    """A number as a person would write it: 1e9 rather than 1e+09."""
-    return re.sub(r"e([+-])0*", lambda e: "e-" if e[1] == "-" else "e", f"{number:g}")
+def _named(number: float | None) -> str:
+    """A constant as a person would write it, 1e9 rather than 1e+09, if the program still holds its number."""
+    if number is None:
+        return "A constant"
+    return "The constant " + re.sub(r"e([+-])0*", lambda e: "e-" if e[1] == "-" else "e", f"{number:g}")
 
 
 # ------------------------------------------------------------------------------------------ collectives
@@ -172,7 +165,7 @@ def _spelled(number: float) -> str:
 def _collective(found: Findings, op: Op) -> None:
     if op.name in _COLLECTIVES:
         for value in op.ins:
-            if costs.is_half(value):
+            if value.is_half:
                 axes = op.eqn.params.get("axes", op.eqn.params.get("axis_name"))
                 message = f"'{op.name}' over {axes} adds up {value.dtype.name} values."
                 found.add("half-collective", WARNING, op, message, str(value))

@@ -10,29 +10,15 @@ import jax
 import numpy as np
 
 from mpjax._audit import dataflow
-from mpjax._audit import flops as costs
-from mpjax._audit.findings import ERROR, NOTE, WARNING, Findings
-from mpjax._audit.program import Op, Program, Value
+from mpjax._audit.findings import Findings
+from mpjax._audit.program import CAST, Op, Program, Value
+from mpjax._audit.records import ERROR, NOTE, WARNING
 from mpjax._audit.source_locations import OPTIMIZER
 from mpjax._precision import dtypes
+from mpjax._precision.ops import Trait, with_trait
 
-# What the next value of a state is made from the last one with.
-_UPDATES = {
-    *dataflow.MOVES,
-    *dataflow.ADDITIONS,
-    *(
-        "mul",
-        "div",
-        "max",
-        "min",
-        "select_n",
-        "branches",
-        "dynamic_update_slice",
-        "scatter-add",
-        "loop carry",
-    ),
-    dataflow.CAST,
-}
+# By which the next value of a state is made from the last one.
+_UPDATES = dataflow.MOVES | dataflow.ADDITIONS | with_trait(Trait.UPDATE) | {"branches", "loop carry"}
 
 
 def check(found: Findings) -> None:
@@ -56,7 +42,7 @@ def check(found: Findings) -> None:
                 "call is traced again.",
                 f"{before} → {after}",
             )
-        elif costs.is_half(after) and (update := _direct_update(before, after)) is not None:
+        elif after.is_half and (update := _direct_update(before, after)) is not None:
             found.add(
                 "half-update",
                 WARNING,
@@ -146,7 +132,7 @@ def _is_next(program: Program, before: list[Value], after: list[Value], *, is_tr
     updated = [(a, b) for a, b in zip(after, before, strict=True) if _descends(a, b)]
     if any(a.op is not None and a.op.phase == OPTIMIZER for a, _ in updated):
         return True
-    # Without an optimizer, what takes nothing in beside the old values only converts them.
+    # Without an optimizer, what takes in nothing but the old values only converts them.
     own = {id(v) for v in before}
     others = {id(v) for v in program.inputs} - own
     return is_tree and any(_depends(a, others) for a, _ in updated)
@@ -198,7 +184,7 @@ def _factor(op: Op, operand: Value) -> float | None:
 
 def _direct_update(before: Value, after: Value) -> Op | None:
     """The addition that makes the new value from the old one, if it is one, also where a step may be skipped."""
-    through = (dataflow.CAST,)
+    through = (CAST,)
     pending = [after]
     for value in pending:
         op = dataflow.source(value, through=through).op
@@ -207,23 +193,21 @@ def _direct_update(before: Value, after: Value) -> Op | None:
         if op.name in ("branches", "select_n"):
             pending += op.ins[1:]
         elif (
-            op.name in dataflow.ADDITIONS
-            and op.phase == OPTIMIZER
-            and any(_is_kept(v, before) for v in op.ins)
+            op.name in dataflow.ADDITIONS and op.phase == OPTIMIZER and any(_holds(v, before) for v in op.ins)
         ):
             return op
     return None
 
 
-def _is_kept(value: Value, before: Value) -> bool:
+def _holds(value: Value, before: Value) -> bool:
     """Whether an operand is the old value, or so much of it that the format cannot hold the rest: `0.999 * v`."""
-    origin = dataflow.source(value, through=(dataflow.CAST,))
+    origin = dataflow.source(value, through=(CAST,))
     if origin is before:
         return True
     op = origin.op
     if op is None or op.name != "mul":
         return False
-    kept = [v for v in op.ins if dataflow.source(v, through=(dataflow.CAST,)) is before]
+    kept = [v for v in op.ins if dataflow.source(v, through=(CAST,)) is before]
     if len(kept) != 1 or any(
         math.prod(dataflow.source(v).shape) > 1 and dataflow.constant(v) is None
         for v in op.ins

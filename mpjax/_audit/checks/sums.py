@@ -6,9 +6,9 @@ from collections.abc import Callable
 import numpy as np
 
 from mpjax._audit import dataflow
-from mpjax._audit import flops as costs
-from mpjax._audit.findings import ERROR, NOTE, WARNING, Findings
-from mpjax._audit.program import Loop, Op, Value
+from mpjax._audit.findings import Findings
+from mpjax._audit.program import CAST, Loop, Op, Value
+from mpjax._audit.records import ERROR, NOTE, WARNING
 from mpjax._precision import dtypes
 
 
@@ -23,7 +23,7 @@ def check(found: Findings) -> None:
 
 def _accumulation(found: Findings, op: Op) -> None:
     count_terms = _TERMS.get(op.name)
-    if count_terms is None or not costs.is_half(op.ins[0]):
+    if count_terms is None or not op.ins[0].is_half:
         return
     terms, limit = count_terms(op), dtypes.limits(op.ins[0].dtype).count
     if terms <= limit or _counts_ties(op):
@@ -41,7 +41,7 @@ def _accumulation(found: Findings, op: Op) -> None:
 
 def _counts_ties(op: Op) -> bool:
     """Whether it counts, as the derivative of a maximum does, how many numbers share it: few, and rarely two."""
-    equal = dataflow.source(op.ins[0], through=(dataflow.CAST,)).op
+    equal = dataflow.source(op.ins[0], through=(CAST,)).op
     if equal is None or equal.name != "eq":
         return False
     compared = (dataflow.source(v).op for v in equal.ins)
@@ -96,7 +96,7 @@ def _is_without_repetition(indices: Value, depth: int = 16) -> bool:
 
 def _passed_on(op: Op) -> Value | None:
     """The indices that an operation passes on; those that count from the end are as many."""
-    if op.name in dataflow.MOVES or op.name in (dataflow.CAST, "add", "clamp"):
+    if op.name in dataflow.MOVES or op.name in (CAST, "add", "clamp"):
         return op.ins[0] if op.name != "clamp" else op.ins[1]
     return op.ins[1] if op.name == "select_n" else None
 
@@ -115,7 +115,7 @@ def _known_indices(value: Value, depth: int = 16) -> np.ndarray | None:
         return np.concatenate(parts, axis=op.eqn.params["dimension"])  # type: ignore[arg-type]
     passed = _passed_on(op)
     known = None if passed is None else _known_indices(passed, depth - 1)
-    if known is None or op.name in (dataflow.CAST, "add", "clamp", "select_n", "copy"):
+    if known is None or op.name in (CAST, "add", "clamp", "select_n", "copy"):
         return known
     if op.name == "broadcast_in_dim":
         shape = [1] * len(value.shape)
@@ -140,7 +140,7 @@ _TERMS: dict[str, Callable[[Op], int]] = {
 
 def _carries(found: Findings, loop: Loop, by_carry: dict[int, Loop]) -> None:
     for start, carry, new in loop.carries:
-        if not costs.is_half(carry) or carry.op is None or not carry.op.live:
+        if not carry.is_half or carry.op is None or not carry.op.live:
             continue
         addition = _addition_to(carry, new)
         if addition is None:
@@ -161,7 +161,7 @@ def _carries(found: Findings, loop: Loop, by_carry: dict[int, Loop]) -> None:
 
 def _steps(loop: Loop, start: Value, by_carry: dict[int, Loop]) -> int | None:
     """How often a carry is added to, in the loops around this one too if it is their carry; None if unknown."""
-    origin = dataflow.source(start, through=(dataflow.CAST,))
+    origin = dataflow.source(start, through=(CAST,))
     outer = by_carry.get(id(origin))
     if outer is None or outer is loop:
         return loop.length
@@ -171,7 +171,7 @@ def _steps(loop: Loop, start: Value, by_carry: dict[int, Loop]) -> int | None:
 
 def _addition_to(carry: Value, new: Value) -> Op | None:
     """The operation that makes the next carry by adding to this one."""
-    op = dataflow.source(new, through=(dataflow.CAST,)).op
+    op = dataflow.source(new, through=(CAST,)).op
     if op is None or op.name not in dataflow.ADDITIONS:
         return None
     inside = any(_is(v, carry) for v in op.ins)
@@ -181,7 +181,7 @@ def _addition_to(carry: Value, new: Value) -> Op | None:
 def _is(value: Value, carry: Value) -> bool:
     while value is not carry:
         op = value.op
-        if op is None or op.name not in (dataflow.CAST, "copy", "stop_gradient"):
+        if op is None or op.name not in (CAST, "copy", "stop_gradient"):
             return False
         value = op.ins[0]
     return True
