@@ -24,9 +24,12 @@ from mpjax import linen as linen
 from mpjax import nnx as nnx
 from mpjax import testing as testing
 from mpjax._audit.audit import audit as audit
-from mpjax._frameworks import linen as _linen  # noqa: F401  (opens the interceptor)
+from mpjax._audit.result import Audit as Audit
+from mpjax._audit.result import Finding as Finding
+from mpjax._frameworks.autocast import apply_policy as apply_policy
 from mpjax._frameworks.autocast import autocast as autocast
 from mpjax._frameworks.autocast import full_precision as full_precision
+from mpjax._frameworks.explain import Explanation as Explanation
 from mpjax._frameworks.explain import explain as explain
 from mpjax._precision.casting import cast_floating as cast_floating
 from mpjax._precision.casting import cast_to_full as cast_to_full

@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flax import linen, nnx
-
 from mpjax._audit.audit import audit
 from mpjax._audit.findings import KINDS
 from mpjax._audit.stablehlo import PLATFORMS, check_platform
 from mpjax._frameworks.explain import explain
+from mpjax._frameworks.protocol import FRAMEWORKS, framework_of
 from mpjax._precision.policy_map import PolicyMap, as_policy_map
 
 FOUND, USAGE = 1, 2
@@ -32,9 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return options.command(options)
     except UsageError as e:
         print(f"error: {e}", file=sys.stderr)
-    except (
-        Exception
-    ) as e:  # the target's own, which is shown as it is; but status 1 says that the audit has errors
+    except Exception as e:
+        # It is the target's own, so it is shown unchanged; but status 1 says that the audit has errors.
         traceback.print_exception(e)
     return USAGE
 
@@ -58,19 +56,22 @@ def _audit(options: argparse.Namespace) -> int:
 
 def _explain(options: argparse.Namespace) -> int:
     made = _call(options.target)
-    parts = made if isinstance(made, tuple) else (made,)
-    if not parts or not isinstance(parts[0], (linen.Module, nnx.Module)):
+    # A model may be a tuple itself.
+    parts = made if isinstance(made, tuple) and framework_of(made) is None else (made,)
+    framework = framework_of(parts[0]) if parts else None
+    if framework is None:
         raise UsageError(
-            f"{options.target} must return a Flax model, or (model, example inputs…), got {_described(made)}"
+            f"{options.target} must return a model of {', '.join(FRAMEWORKS)}, or (model, example inputs…), got "
+            f"{_described(made)}"
         )
     policies = _policies(options.policy)
     model, inputs = parts[0], parts[1:]
     if len(inputs) == 1 and isinstance(inputs[0], tuple):
         inputs = inputs[0]
-    if not inputs and isinstance(model, linen.Module):
+    if not inputs and not framework.explained_without_inputs:
         raise UsageError(
-            f"{options.target} returned a linen model alone, whose modules show only when it is called: return "
-            "(model, example inputs…), of which shapes are enough (jax.ShapeDtypeStruct)"
+            f"{options.target} returned a model of {framework.name} alone, whose modules show only when it is called: "
+            "return (model, example inputs…), of which shapes are enough (jax.ShapeDtypeStruct)"
         )
     print(_checked(lambda: explain(model, policies, *inputs), options.target))
     return 0
@@ -95,7 +96,7 @@ def _call(target: str) -> Any:
     """What the function that a target names returns.
 
     Raises:
-      UsageError: if it cannot be imported. An error of the function itself is shown as it is.
+      UsageError: if it cannot be imported. An error of the function itself is raised unchanged.
     """
     name, colon, function = target.partition(":")
     if not (name and colon and function):
@@ -108,7 +109,7 @@ def _call(target: str) -> Any:
         module = importlib.import_module(name)
     except ImportError as e:
         raise UsageError(f"'{name}' of '{target}' does not import: {e}") from None
-    except SystemExit as e:  # else its status would be taken for that of the audit
+    except SystemExit as e:  # whose status would else be taken for that of the audit
         raise UsageError(
             f"'{name}' of '{target}' ends the program when it is imported (status {e.code}); put what it runs as a "
             "script under if __name__ == '__main__'"

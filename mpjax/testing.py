@@ -8,22 +8,20 @@
 They trace the function and read the program; only `assert_skips_cleanly` runs it. A failure prints the findings.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import jmp
 import numpy as np
 
 from mpjax._audit.audit import audit
 from mpjax._audit.findings import Silenced
 from mpjax._audit.result import Finding
 from mpjax._precision import casting
-from mpjax._precision.policy_map import PolicyMap, as_policy_map
+from mpjax._precision.policy_map import PolicyMapLike, as_policy_map
 
 T = TypeVar("T")
-Policies: TypeAlias = str | Mapping[Any, Any] | jmp.Policy | PolicyMap
 
 _MATMUL_KINDS = ("silent-upcast", "below-policy", "mixed-operands")
 # As many halvings as lie between the largest and the smallest number of float32.
@@ -32,7 +30,7 @@ _MOST_BACKOFFS = 280
 _COUNTERS = ("step", "skipped", "loss_scale")
 
 
-def assert_policy_holds(fn: Callable[..., Any], *args: Any, policies: Policies) -> None:
+def assert_policy_holds(fn: Callable[..., Any], *args: Any, policies: PolicyMapLike) -> None:
     """Asserts that every matmul of `fn` takes the operands that the policies say, in forward and backward.
 
     Args:
@@ -56,7 +54,7 @@ def assert_policy_holds(fn: Callable[..., Any], *args: Any, policies: Policies) 
 def assert_no_findings(
     fn: Callable[..., Any],
     *args: Any,
-    policies: Policies | None = None,
+    policies: PolicyMapLike | None = None,
     severity: str = "warning",
     ignore: Silenced | None = None,
 ) -> None:

@@ -1,11 +1,10 @@
 """`audit`: which precision a function really runs in, module by module, and what is wrong with it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
-import jmp
-from flax import nnx
 
 from mpjax._audit import residuals
 from mpjax._audit.checks import CHECKS
@@ -17,13 +16,14 @@ from mpjax._audit.read_jaxpr import read, traced_anew
 from mpjax._audit.records import summed
 from mpjax._audit.result import Audit, Casts, Matmuls, Saved
 from mpjax._audit.stablehlo import check_platform, lower
-from mpjax._precision.policy_map import PolicyMap, as_policy_map
+from mpjax._frameworks.protocol import Framework, imported
+from mpjax._precision.policy_map import PolicyMapLike, as_policy_map
 
 
 def audit(
     fn: Callable[..., Any],
     *args: Any,
-    policies: "str | Mapping[Any, Any] | jmp.Policy | PolicyMap | None" = None,
+    policies: PolicyMapLike | None = None,
     platform: str | None = None,
     ignore: Silenced | None = None,
 ) -> Audit:
@@ -34,7 +34,7 @@ def audit(
 
     Args:
       fn: any JAX function, jitted or not: a loss, a gradient, a whole train step.
-      *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, or pytrees and nnx modules of them.
+      *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, pytrees of them, or models of a framework.
       policies: what to compare the program with; it is not traced under them. Left out, matmuls are compared with
         the policy that the program itself was traced under, such as that of its `TrainState`.
       platform: also lower for "tpu", "cuda", "rocm" or "cpu", none of which has to be present, and check that the
@@ -58,9 +58,9 @@ def audit(
         check_platform(platform)
     silence((), ignore)
     policies = None if policies is None else as_policy_map(policies)
-    _check_arguments(args)
     name = _name_of(fn)
-    fn, args = _without_nnx(fn, args)
+    fn, args = _without_models(fn, args)
+    _check_arguments(args)
     with traced_anew():
         program = _read(fn, args, name)
         lowering = None if platform is None else lower(fn, args, program, platform)
@@ -121,7 +121,7 @@ def _operations(program: Program) -> tuple[tuple[str, str, int], ...]:
 # -------------------------------------------------------------------------------------------- arguments
 
 
-def _check_arguments(args: tuple[Any, ...]) -> None:
+def _check_arguments(args: tuple[chex.ArrayTree, ...]) -> None:
     for number, arg in enumerate(args):
         for path, leaf in jax.tree_util.tree_flatten_with_path(arg)[0]:
             if isinstance(leaf, (int, float, complex)):
@@ -139,22 +139,36 @@ def _check_arguments(args: tuple[Any, ...]) -> None:
             )
 
 
-def _without_nnx(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A function of pure state in the place of one that changes nnx modules, and returns what became of them."""
-    stateful = [i for i, arg in enumerate(args) if isinstance(arg, nnx.Module)]
-    if not stateful:
-        return fn, args
-    graphdef, state = nnx.split([args[i] for i in stateful])
+def _without_models(
+    fn: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[Callable[..., Any], tuple[chex.ArrayTree, ...]]:
+    """A function of arrays in the place of one of models, which returns what has become of them, too."""
+    for framework in imported():
+        positions = [i for i, arg in enumerate(args) if framework.is_model(arg)]
+        if split := framework.split([args[i] for i in positions]) if positions else None:
+            fn, args = _split(fn, framework, positions, split[1]), _replaced(args, positions, split[0])
+    return fn, args
 
+
+def _split(
+    fn: Callable[..., Any],
+    framework: Framework,
+    positions: list[int],
+    merge: Callable[[list[chex.ArrayTree]], list[Any]],
+) -> Callable[..., Any]:
     def pure(*args: Any) -> Any:
-        states = {n: args[i] for n, i in enumerate(stateful) if n in state}
-        models = nnx.merge(graphdef, nnx.State(states))
-        out = fn(*(models[stateful.index(i)] if i in stateful else arg for i, arg in enumerate(args)))
-        new = nnx.split(models)[1]
-        return (*(new[n] for n in states), out)
+        models = merge([args[i] for i in positions])
+        out = fn(*_replaced(args, positions, models))
+        after = framework.split(models)
+        assert after is not None
+        return (*after[0], out)
 
-    # What modules share is in the state of the first of them only.
-    return pure, tuple(state.get(stateful.index(i)) if i in stateful else arg for i, arg in enumerate(args))
+    return pure
+
+
+def _replaced(args: tuple[Any, ...], positions: list[int], values: list[Any]) -> tuple[Any, ...]:
+    new = dict(zip(positions, values, strict=True))
+    return tuple(new.get(i, arg) for i, arg in enumerate(args))
 
 
 def _name_of(fn: Callable[..., Any]) -> str:

@@ -32,7 +32,7 @@ def entry_of(policies: PolicyMap, op: Op, program: Program) -> int:
 
 
 def _match(policies: PolicyMap, path: str, root: str | None) -> int | None:
-    """The first entry that matches a path of names; classes are told by the name that Flax gives their modules."""
+    """The first entry that matches a path of names; of classes all that is known is the name of the module."""
     name = re.sub(r"_\d+$", "", path.rpartition("/")[2]) or root or ""
     return next(
         (

@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from mpjax._audit import source_locations
 from mpjax._audit.program import Loop, LostConstant, Op, Program, Value
 from mpjax._audit.source_locations import BACKWARD, OPTIMIZER, Start
+from mpjax._frameworks.protocol import intercepted
 from mpjax._precision import module_scope
 
 # Their inner jaxprs say how two numbers are combined, or are a kernel.
@@ -21,6 +22,8 @@ _OPAQUE = ("pallas_call", "scatter", "reduce", "select_and", "argm", "sort", "al
 _LOOP = "loop"
 # Comparisons as distances between their sides: a < b is b - a > 0, a <= b is b - a + 1 > 0.
 _COMPARED = {"lt": (1, 0), "le": (1, 1), "gt": (-1, 0), "ge": (-1, 1)}
+# What boxes that hold an array and what is known of it, such as variables, call the array.
+_IN_A_BOX = jax.tree_util.GetAttrKey("value")
 # Part of the key of JAX's caches: what was traced before is traced anew, as casts of numbers show in tracing only.
 _reading = jax.make_user_context(default_value=None)
 _readings = itertools.count()
@@ -47,7 +50,11 @@ def read(fn: Callable[..., Any], args: tuple[Any, ...]) -> Program:
         call_site = start.call_site(source_info_util.current().traceback)
         lost.append(LostConstant(kind == "overflow", call_site))
 
-    with module_scope.recorded() as classes, np.errstate(over="call", under="call", call=record):
+    with (
+        module_scope.recording() as classes,
+        intercepted(),
+        np.errstate(over="call", under="call", call=record),
+    ):
         jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
     reader = _Reader(start)
     flat = jax.tree_util.tree_flatten_with_path(args)[0]
@@ -350,7 +357,7 @@ def _place(ops: list[Op], scopes: list[source_locations.Scope]) -> str | None:
 
 
 def _called_classes(op: Op) -> tuple[str, ...]:
-    """What stands for the path of modules that open no scope, as those of nnx without a policy."""
+    """What stands for the path of modules that open no scope, as those that carry no policy."""
     outer = () if op.call is None else _called_classes(op.call)
     return outer + source_locations.called_classes(op.frames)
 
@@ -361,6 +368,8 @@ def _follows(value: Value) -> bool:
 
 
 def _argument_name(path: tuple[Any, ...]) -> str:
-    position = getattr(path[0], "idx", 0)
-    rest = jax.tree_util.keystr(path[1:], simple=True, separator="/").removesuffix("/value")  # of a Variable
+    position, keys = getattr(path[0], "idx", 0), path[1:]
+    if keys[-1:] == (_IN_A_BOX,):
+        keys = keys[:-1]
+    rest = jax.tree_util.keystr(keys, simple=True, separator="/")
     return f"argument {position}" + (f" '{rest}'" if rest else "")

@@ -10,13 +10,13 @@ from types import CodeType, ModuleType
 from typing import Any, TypeAlias
 
 import chex
-import flax
 import jax
 import jaxlib
 import jmp
 import optax
 from jax.extend import source_info_util
 
+from mpjax._frameworks.protocol import imported
 from mpjax._precision import module_scope
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
@@ -25,9 +25,9 @@ _TRANSFORMATION = re.compile(r"\w+\(")
 # What JAX itself puts on the name stack, and an einsum's formula.
 _NO_MODULE = re.compile(
     r".*->.*|checkpoint|remat\w*|while|body|cond|closed_call|branch_\d+_fun|body_fun|cond_fun|shard_map|"
-    rf"custom_[jv]vp_call\w*|full_precision|{module_scope.OUTPUT}"
+    rf"custom_[jv]vp_call\w*|full_precision|{module_scope.OUTPUT_SCOPE}"
 )
-# Not the names that linen gives to submodules, such as Dense_0.
+# Not the names of submodules that are numbered, such as Dense_0.
 _CLASS_NAME = re.compile(r"(?!.*_\d+$)_*[A-Z]\w*")
 
 
@@ -40,10 +40,8 @@ _INSTALLED = tuple(path + os.sep for path in _PATHS.values())
 _SITE = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
 _MPJAX = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _JAX = (_directory(jax), _directory(jaxlib), _MPJAX, "<frozen", "<string>")
-_FLAX = _directory(flax)
-_LAYERS = (os.path.join(_FLAX, "nnx", "nn") + os.sep, os.path.join(_FLAX, "nnx", "helpers.py"))
 # Wherever they are installed.
-_LIBRARIES = (*_JAX, *(_directory(m) for m in (flax, optax, chex, jmp)))
+_LIBRARIES = (*_JAX, *(_directory(m) for m in (optax, chex, jmp)))
 _STANDARD = (_PATHS["stdlib"] + os.sep, _PATHS["platstdlib"] + os.sep)
 
 
@@ -88,7 +86,7 @@ def scope(stack: str) -> Scope:
 
     What modules have left their marks on it; of others the names that they open are all that is known.
     """
-    marked = module_scope.last(stack)
+    marked = module_scope.last_mark(stack)
     outside = stack if marked is None else marked[0]
     names = _path(outside)
     root, path, module = "", names, None
@@ -106,7 +104,13 @@ def scope(stack: str) -> Scope:
         path = path[1:] if module is None else path
     explicit = phase != FORWARD or "jvp(" in stack
     return Scope(
-        root, tuple(path), module, phase, explicit, "full_precision" in stack, module_scope.OUTPUT in stack
+        root,
+        tuple(path),
+        module,
+        phase,
+        explicit,
+        "full_precision" in stack,
+        module_scope.OUTPUT_SCOPE in stack,
     )
 
 
@@ -190,13 +194,15 @@ def start() -> Start:
 
 def user_line(found: list[Line]) -> Line | None:
     """The innermost frame of code that is not installed."""
-    return next((f for f in found if not _package(f.file)), None)
+    libraries = _libraries()
+    return next((f for f in found if not _package(f.file, libraries)), None)
 
 
 def package_line(found: list[Line]) -> Line | None:
     """The innermost frame of the installed package that the program itself belongs to, if it does to one."""
-    packages = (_package(f.file) for f in reversed(found))
-    own = next((package for package in packages if package not in (*_LIBRARIES, *_STANDARD)), "")
+    libraries = _libraries()
+    packages = (_package(f.file, libraries) for f in reversed(found))
+    own = next((package for package in packages if package not in (*libraries, *_STANDARD)), "")
     return next((f for f in found if f.file.startswith(own)), None) if own else None
 
 
@@ -215,19 +221,28 @@ def called_classes(found: list[Line]) -> tuple[str, ...]:
     Args:
       found: frames of the program, the innermost first.
     """
-    classes: list[str] = []
-    for frame in found:
-        # Of Flax's own, its layers only, not the wrappers of its transformations.
-        layer = not frame.file.startswith(_FLAX) or frame.file.startswith(_LAYERS)
-        if frame.function.endswith(".__call__") and layer and not frame.file.startswith(_JAX):
-            classes.append(frame.function.split(".")[-2])
-    return tuple(reversed(classes))
+    layers = tuple(path for framework in imported() for path in framework.layers)
+    # Of a framework's own classes only its layers are modules, and not the wrappers of its transformations.
+    others = (*_JAX, *_directories())
+    calls = (f for f in reversed(found) if f.function.endswith(".__call__"))
+    return tuple(
+        f.function.split(".")[-2] for f in calls if f.file.startswith(layers) or not f.file.startswith(others)
+    )
+
+
+def _directories() -> tuple[str, ...]:
+    """Where the frameworks are that the program has imported."""
+    return tuple(os.path.join(framework.directory, "") for framework in imported())
+
+
+def _libraries() -> tuple[str, ...]:
+    return (*_LIBRARIES, *_directories())
 
 
 @functools.cache
-def _package(file: str) -> str:
+def _package(file: str, libraries: tuple[str, ...]) -> str:
     """The directory, or the single file, of the installed package that a file belongs to; empty for a user's own."""
-    library = next((path for path in _LIBRARIES if file.startswith(path)), None)
+    library = next((path for path in libraries if file.startswith(path)), None)
     if library is not None:
         return library
     site = _SITE.match(file)
@@ -262,7 +277,7 @@ def _segments(stack: str) -> list[str]:
 def _names(segment: str) -> list[str]:
     """The modules of a segment.
 
-    Of dotted names they are the class, as in Equinox's `eqx.nn.Linear`, or what stands before a method, as Flax has it.
+    Of dotted names they are the class, as in `eqx.nn.Linear`, or what stands before a method, as in `block_0.attend`.
     """
     names: list[str] = []
     lifted = False

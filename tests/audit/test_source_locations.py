@@ -369,7 +369,7 @@ def test_modules_leave_no_marks_outside_of_audits():
     params = model.init(jax.random.key(0), jnp.ones((4, 8)))
     mpjax.audit(model.apply, params, X)
     for eqn in jax.make_jaxpr(mpjax.autocast(model.apply, BF16))(params, jnp.ones((4, 8))).eqns:
-        assert module_scope.last(str(eqn.source_info.name_stack)) is None
+        assert module_scope.last_mark(str(eqn.source_info.name_stack)) is None
 
 
 def test_an_audit_within_an_audit_keeps_its_marks_to_itself():
