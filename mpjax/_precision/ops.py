@@ -77,6 +77,7 @@ _T = Trait
 _16_BIT_KERNEL = "JAX has no 16-bit implementation of it"
 _BIAS = "one operand is often a matmul's result, the other a float32 bias or statistic"
 _SCALED = "its operands have 8 or 4 bits and scales that were chosen for these formats"
+_CUDNN = "cuDNN's attention takes 16-bit operands only, and adds up in float32"
 _DEVICES = "what is communicated has the dtype that the program gives it"
 _MOVES = "only moves numbers"
 
@@ -161,6 +162,8 @@ TABLE: tuple[Operation, ...] = (
         ("ge", _BIAS, _T.COMPARISON),
         ("select_n", _BIAS, _T.UPDATE | _T.TAKES_CONSTANT),
         ("concatenate", _BIAS),
+        ("fma", _BIAS),
+        ("fmuladd", _BIAS),
     ),
     *_rows(
         rules.convert_rule,
@@ -180,6 +183,17 @@ TABLE: tuple[Operation, ...] = (
         ("scaled_dot", _SCALED, _T.SCALED_MATMUL),
         ("scaled_matmul", _SCALED, _T.SCALED_MATMUL),
         ("scaled_matmul_wrapper", _SCALED, _T.SCALED_MATMUL),
+        ("dot_product_attention_fwd", _CUDNN),
+        ("dot_product_attention_fwd_wrapper", _CUDNN),
+        ("dot_product_attention_bwd", _CUDNN),
+        ("dot_product_attention_bwd_wrapper", _CUDNN),
+        ("dot_product_attention_fp8_fwd", _SCALED),
+        ("dot_product_attention_fp8_fwd_wrapper", _SCALED),
+        ("dot_product_attention_fp8_bwd", _SCALED),
+        ("dot_product_attention_fp8_bwd_wrapper", _SCALED),
+        ("symmetric_product", "serves decompositions, which need all digits of their operands"),
+        ("ormqr", "serves decompositions, which need all digits of their operands"),
+        ("polynomial", "JAX casts the coefficients to the dtype of what it is evaluated at"),
         ("add_any", "adds cotangents, which have one dtype", _T.ADDITION),
         ("psum", _DEVICES, _T.COLLECTIVE_SUM),
         ("psum_invariant", _DEVICES, _T.COLLECTIVE_SUM),
