@@ -135,9 +135,9 @@ def _(transposes):
 def _(_part):
     """The gradient of a weight is found by the rule that was registered."""
     fn = mpjax.autocast(lambda w: jnp.sum((X @ w).astype(jnp.float32)), BF16)
-    products = [e for e in trace(jax.grad(fn), W) if e.primitive.name == "dot_general"]
-    assert products[-1].outvars[0].aval.dtype == jnp.float32
-    assert {v.aval.dtype.name for v in products[-1].invars} == {"bfloat16"}
+    matmuls = [e for e in trace(jax.grad(fn), W) if e.primitive.name == "dot_general"]
+    assert matmuls[-1].outvars[0].aval.dtype == jnp.float32
+    assert {v.aval.dtype.name for v in matmuls[-1].invars} == {"bfloat16"}
 
 
 @canary("jax.interpreters.ad.UndefinedPrimal")
