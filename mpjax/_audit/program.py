@@ -15,8 +15,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from mpjax._audit import source_locations
-from mpjax._audit.source_locations import FORWARD, CallSite, Line, Start
-from mpjax._precision import dtypes
+from mpjax._audit.source_locations import FORWARD, CallSite, Line
+from mpjax._precision import dtypes, jax_internals
 from mpjax._precision.module_scope import Classes
 from mpjax._precision.ops import Trait, with_trait
 
@@ -96,7 +96,6 @@ class Op:
       count: how often it runs in one call of the program, on all devices.
       devices: how many devices it runs on at once, in a sharded function.
       call: the equation around it (jit, scan), which gives the source line if its own is not known.
-      start: the stack at which the program starts.
       path: module path, and the scopes within it; empty for the model itself and for plain functions. It starts with
         the class of the model if the program has several.
       module: the path as a policy map matches it.
@@ -108,7 +107,7 @@ class Op:
 
     __slots__ = (
         *("call", "count", "devices", "eqn", "ins", "live", "model", "module", "name", "outs", "path"),
-        *("phase", "stack", "start", "structural"),
+        *("phase", "stack", "structural"),
     )
 
     def __init__(
@@ -119,7 +118,6 @@ class Op:
         stack: str,
         count: int,
         call: "Op | None",
-        start: Start,
         structural: bool,
     ) -> None:
         self.name = name
@@ -130,7 +128,6 @@ class Op:
         self.count = count
         self.devices = 1
         self.call = call
-        self.start = start
         self.structural = structural
         self.live = False
         self.path = self.module = self.model = ""
@@ -157,7 +154,7 @@ class Op:
     @property
     def call_site(self) -> CallSite:
         """The calls by which the program got to JAX."""
-        return self.start.call_site(self.eqn.source_info.traceback)
+        return source_locations.call_site(jax_internals.frames(self.eqn))
 
     @property
     def out(self) -> Value:
@@ -190,14 +187,14 @@ class Op:
         return lhs if lhs == rhs else f"{lhs} × {rhs}"
 
     @property
-    def frames(self) -> list[Line]:
-        """The frames of the program in which it was traced, the innermost first."""
-        return self.start.frames(self.eqn.source_info.traceback)
+    def lines(self) -> list[Line]:
+        """The lines of the program that ran when it was traced, the innermost first."""
+        return source_locations.lines(jax_internals.frames(self.eqn))
 
     def _line(self, choose: Callable[[list[Line]], Line | None]) -> Line | None:
         op: Op | None = self
         while op is not None:
-            found = choose(op.frames)
+            found = choose(op.lines)
             if found is not None:
                 return found
             op = op.call

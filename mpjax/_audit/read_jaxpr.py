@@ -8,14 +8,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from mpjax._audit import source_locations
 from mpjax._audit.program import Loop, LostConstant, Op, Program, Value
-from mpjax._audit.source_locations import BACKWARD, OPTIMIZER, Start
+from mpjax._audit.source_locations import BACKWARD, OPTIMIZER
 from mpjax._frameworks.protocol import intercepted
-from mpjax._precision import module_scope
+from mpjax._precision import jax_internals, module_scope
 
 # Their inner jaxprs say how two numbers are combined, or are a kernel.
 _OPAQUE = ("pallas_call", "scatter", "reduce", "select_and", "argm", "sort", "all_reduce", "reduce_window")
@@ -41,13 +40,12 @@ def read(fn: Callable[..., Any], args: tuple[Any, ...]) -> Program:
       fn: any JAX function.
       args: arrays or `jax.ShapeDtypeStruct`s.
     """
-    start = source_locations.start()
     lost: list[LostConstant] = []
 
     # JAX casts a number when it traces the operation that takes it, and puts the result, infinite or zero, into the
     # program.
     def record(kind: str, flag: int) -> None:
-        call_site = start.call_site(source_info_util.current().traceback)
+        call_site = source_locations.call_site(jax_internals.current_frames())
         lost.append(LostConstant(kind == "overflow", call_site))
 
     with (
@@ -56,7 +54,7 @@ def read(fn: Callable[..., Any], args: tuple[Any, ...]) -> Program:
         np.errstate(over="call", under="call", call=record),
     ):
         jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
-    reader = _Reader(start)
+    reader = _Reader()
     flat = jax.tree_util.tree_flatten_with_path(args)[0]
     names = [_argument_name(path) for path, _ in flat]
     inputs = [
@@ -86,8 +84,7 @@ def _run_jaxprs(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
 class _Reader:
     """Opens jaxprs into one list of operations."""
 
-    def __init__(self, start: Start) -> None:
-        self._start = start
+    def __init__(self) -> None:
         self.ops: list[Op] = []
         self.loops: list[Loop] = []
         self._devices = 1
@@ -110,7 +107,7 @@ class _Reader:
 
         for eqn in jaxpr.eqns:
             ins = [value_of(v) for v in eqn.invars]
-            stack = source_locations.join(prefix, str(eqn.source_info.name_stack))
+            stack = source_locations.join(prefix, jax_internals.name_stack(eqn))
             outs = self._equation(eqn, ins, stack, count, call)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [value_of(v) for v in jaxpr.outvars]
@@ -122,7 +119,7 @@ class _Reader:
         inner = [] if name.startswith(_OPAQUE) else _run_jaxprs(eqn)
         if not inner:
             return self._op(name, eqn, ins, stack, count, call).outs
-        around = Op(name, eqn, [], stack, count, call, self._start, structural=True)
+        around = Op(name, eqn, [], stack, count, call, structural=True)
         if name == "scan":
             return self._scan(around, inner[0], ins)
         if name == "while":
@@ -146,12 +143,12 @@ class _Reader:
         call: Op | None,
         structural: bool = False,
     ) -> Op:
-        op = Op(name, eqn, ins, stack, count, call, self._start, structural)
+        op = Op(name, eqn, ins, stack, count, call, structural)
         op.outs = [Value(v.aval, op) for v in eqn.outvars]
         return self._listed(op)
 
     def _structural(self, around: Op, ins: list[Value], aval: Any, count: int, name: str) -> Value:
-        op = Op(name, around.eqn, ins, around.stack, count, around.call, self._start, structural=True)
+        op = Op(name, around.eqn, ins, around.stack, count, around.call, structural=True)
         op.outs = [Value(aval, op)]
         return self._listed(op).out
 
@@ -274,7 +271,7 @@ def _trip_count(eqn: JaxprEqn, ins: list[Value]) -> int | None:
         return _integer(start[i].const), 0 if after[i] is before[i] else _step(body, before[i], after[i])
 
     (left, left_step), (right, right_step) = map(first_and_step, cond.eqns[0].invars)
-    if None in (left, left_step, right, right_step):
+    if left is None or left_step is None or right is None or right_step is None:
         return None
     # The loop runs as long as the distance is positive.
     sign, least = _COMPARED[cond.eqns[0].primitive.name]
@@ -359,7 +356,7 @@ def _place(ops: list[Op], scopes: list[source_locations.Scope]) -> str | None:
 def _called_classes(op: Op) -> tuple[str, ...]:
     """What stands for the path of modules that open no scope, as those that carry no policy."""
     outer = () if op.call is None else _called_classes(op.call)
-    return outer + source_locations.called_classes(op.frames)
+    return outer + source_locations.called_classes(op.lines)
 
 
 def _follows(value: Value) -> bool:

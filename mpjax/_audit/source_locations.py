@@ -7,17 +7,17 @@ import os
 import re
 import sysconfig
 from types import CodeType, ModuleType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import chex
 import jax
 import jaxlib
 import jmp
 import optax
-from jax.extend import source_info_util
 
 from mpjax._frameworks.protocol import imported
 from mpjax._precision import module_scope
+from mpjax._precision.jax_internals import Frame
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 
@@ -128,48 +128,14 @@ def is_class_name(name: str) -> bool:
 CallSite: TypeAlias = tuple[tuple[CodeType, int], ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Start:
-    """The stack at the start of a read: frames outside of it are those of whoever asked for the audit.
+def lines(frames: list[Frame]) -> list[Line]:
+    """The lines of frames."""
+    return [Line(f.file, f.line, f.function) for f in frames]
 
-    Attributes:
-      depth: how many frames the stack has.
-      file: of its innermost frame.
-      function: of its innermost frame.
-    """
 
-    depth: int
-    file: str
-    function: str
-
-    def inside(self, traceback: Any) -> int:
-        """How many frames of a traceback of JAX's, the innermost first, belong to the program.
-
-        A program that was traced before the read, and is evaluated in it, has the frames of that time.
-        """
-        frames = traceback.frames if traceback is not None else ()
-        inside = len(frames) - self.depth
-        if inside < 0 or (frames[inside].file_name, frames[inside].function_name) != (
-            self.file,
-            self.function,
-        ):
-            return len(frames)
-        return inside
-
-    def frames(self, traceback: Any) -> list[Line]:
-        """The frames that belong to the program, the innermost first."""
-        inside = self.inside(traceback)
-        return (
-            [Line(f.file_name, f.line_num, f.function_name) for f in traceback.frames[:inside]]
-            if inside
-            else []
-        )
-
-    def call_site(self, traceback: Any) -> CallSite:
-        """The calls by which the program got to JAX, the innermost first."""
-        inside = self.inside(traceback)
-        calls = zip(*traceback.raw_frames(), strict=True) if inside else ()
-        return tuple(c for c in itertools.islice(calls, inside) if not c[0].co_filename.startswith(_JAX))
+def call_site(frames: list[Frame]) -> CallSite:
+    """The calls by which the program got to JAX, the innermost first."""
+    return tuple((f.code, f.position) for f in frames if not f.file.startswith(_JAX))
 
 
 def is_same_line(one: CallSite, other: CallSite) -> bool:
@@ -184,12 +150,6 @@ def is_same_line(one: CallSite, other: CallSite) -> bool:
 def _line_number(code: CodeType, position: int) -> int | None:
     # Positions are in bytes, and an instruction has two.
     return next(itertools.islice(code.co_positions(), position // 2, None))[0]
-
-
-def start() -> Start:
-    """The stack of the function that calls this one."""
-    _, _, innermost, *outer = source_info_util.current().traceback.frames
-    return Start(1 + len(outer), innermost.file_name, innermost.function_name)
 
 
 def user_line(found: list[Line]) -> Line | None:

@@ -11,10 +11,12 @@ import dataclasses
 import functools
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import CodeType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
+from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Primitive
 from jax.extend.core import primitives as public
 
@@ -340,18 +342,41 @@ def transpose(x: Any, permutation: Iterable[int]) -> Any:
 
 
 class Frame(NamedTuple):
-    """A line of source that ran when an operation was traced."""
+    """A call that ran when an operation was traced.
+
+    Attributes:
+      file: of its source.
+      line: of its source.
+      function: its qualified name.
+      code: of the function.
+      position: of the call in the code, which tells two calls on one line apart.
+    """
 
     file: str
     line: int
     function: str
+    code: CodeType
+    position: int
 
 
-def frames(eqn: JaxprEqn) -> Iterator[Frame]:
-    """The lines that ran when an operation was traced, the innermost first; none if JAX has not recorded them."""
-    traceback: Any = eqn.source_info.traceback
-    for frame in traceback.frames if traceback is not None else ():
-        yield Frame(frame.file_name, frame.line_num, frame.function_name)
+def frames(eqn: JaxprEqn) -> list[Frame]:
+    """The calls that ran when an operation was traced, the innermost first; none if JAX has not recorded them.
+
+    They begin at the function that was traced, the inner one of a `jit` in a `jit`.
+    """
+    return _frames(eqn.source_info.traceback)
+
+
+def current_frames() -> list[Frame]:
+    """The calls that run now, as JAX would record them, the caller's own first."""
+    return _frames(source_info_util.current().traceback)[2:]
+
+
+def _frames(traceback: Any) -> list[Frame]:
+    if traceback is None:
+        return []
+    calls = zip(traceback.frames, *traceback.raw_frames(), strict=True)
+    return [Frame(f.file_name, f.line_num, f.function_name, code, at) for f, code, at in calls]
 
 
 def name_stack(eqn: JaxprEqn) -> str:

@@ -237,6 +237,33 @@ def _(_part):
     frame = next(f for f in jax_internals.frames(eqn) if f.file == __file__)
     assert frame.function.endswith("fn")
     assert frame.line == fn.__code__.co_firstlineno + 2
+    assert frame.code is fn.__code__
+
+
+def test_two_calls_on_one_line_are_told_apart_by_their_positions():
+    def fn(x):
+        return jnp.sin(x) + jnp.cos(x)
+
+    def position(eqn):
+        return next(f.position for f in jax_internals.frames(eqn) if f.code is fn.__code__)
+
+    sin, cos, _ = trace(fn, X)
+    assert position(sin) < position(cos)
+
+
+def test_recorded_and_current_frames_begin_at_the_function_that_is_traced():
+    current = []
+
+    def inner(x):
+        current.extend(jax_internals.current_frames())
+        return jnp.sin(x)
+
+    def fn(x):
+        return inner(x)
+
+    (eqn,) = trace(fn, X)
+    assert [f.code for f in current] == [inner.__code__, fn.__code__]
+    assert [f.code for f in jax_internals.frames(eqn)][-2:] == [inner.__code__, fn.__code__]
 
 
 @pytest.mark.parametrize(
