@@ -71,6 +71,26 @@ def test_names_spill_over_empty_cells_or_have_a_line_of_their_own_but_are_never_
     ]
 
 
+def test_paths_lose_their_beginning_where_they_may(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "32")
+    rows = [("blocks/0/attention/query", "Linear", "1,024"), ("head", "Linear", "4")]
+    shown = tables.table(
+        ("module", "class", "parameters"), rows, right={"parameters"}, breaks={}, shorten={"module"}
+    )
+    assert "\n".join(shown).splitlines() == [
+        "module        class   parameters",
+        "─" * 32,
+        "…ntion/query  Linear       1,024",
+        "head          Linear           4",
+    ]
+
+
+def test_a_notebook_gets_the_table_as_html_with_markup_escaped():
+    assert tables.html(("a", "b"), [("<x>", "1")]) == (
+        "<table><thead><tr><th>a</th><th>b</th></tr></thead><tbody><tr><td>&lt;x&gt;</td><td>1</td></tr></tbody></table>"
+    )
+
+
 def test_a_table_without_rows_is_its_header(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert tables.table(HEADER, [], breaks={}) == (

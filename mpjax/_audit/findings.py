@@ -44,7 +44,7 @@ KINDS: dict[str, Kind] = {
         "Compute it in float32 and cast the result, as mpjax.autocast does; or use bfloat16.",
     ),
     "mask-overflow": Kind(
-        "The constant becomes infinite, and inf - inf in a row that is masked throughout is NaN.",
+        "The constant becomes infinite, and inf - inf in a row whose entries are all masked is NaN.",
         "Use jnp.finfo(x.dtype).min / 2 or jnp.where(mask, x, -jnp.inf) with an entry left in each row.",
     ),
     "vanishing-constant": Kind(

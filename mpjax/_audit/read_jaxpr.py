@@ -313,7 +313,7 @@ def _mark_live(ops: list[Op], outputs: list[Value]) -> None:
 def _attribute(ops: list[Op]) -> str | None:
     """Gives each operation its module path and phase, and returns the class of the one model, if it is one."""
     scopes = [source_locations.scope(op.stack) for op in ops]
-    root = _place(ops, scopes)
+    root = _set_modules(ops, scopes)
     backward = any(scope.phase == BACKWARD for scope in scopes)
     for op, scope in zip(ops, scopes, strict=True):
         op.phase = scope.phase
@@ -329,7 +329,7 @@ def _attribute(ops: list[Op]) -> str | None:
     return root
 
 
-def _place(ops: list[Op], scopes: list[source_locations.Scope]) -> str | None:
+def _set_modules(ops: list[Op], scopes: list[source_locations.Scope]) -> str | None:
     """Gives each operation its module, and returns the class of the one model, if it is one."""
     marked = any(s.module is not None for s in scopes)
     # In a program that is differentiated, what is neither forward nor backward belongs to no module.

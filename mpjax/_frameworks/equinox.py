@@ -11,6 +11,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import numpy as np
 
 from mpjax._frameworks import governed as governing
 from mpjax._frameworks.governed import Governed, governed_of, original_class
@@ -59,8 +60,8 @@ class Equinox(Framework):
             yield ModuleParameters(path, original_class(module), governed.entry, _own_parameters(module))
 
     def split(self, models: list[Any]) -> tuple[list[Any], Callable[[list[Any]], list[Any]]]:
-        """Their arrays; what is no array, such as an activation function, stays with the function that merges."""
-        arrays, static = eqx.partition(models, eqx.is_array_like)
+        """Their arrays; what is none, such as an activation function or a flag, stays with the function that merges."""
+        arrays, static = eqx.partition(models, _is_array_or_shape)
         return arrays, lambda arrays: eqx.combine(arrays, static)
 
 
@@ -151,6 +152,10 @@ def _run(
             if issubclass(cls, (eqx.nn.GRUCell, eqx.nn.LSTMCell)) and name == "__call__"
             else None,
         )
+
+
+def _is_array_or_shape(x: Any) -> bool:
+    return eqx.is_array(x) or isinstance(x, (np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
 def _is_module(x: Any) -> bool:

@@ -73,6 +73,21 @@ def test_each_use_of_a_constant_on_a_line_counts():
 
 
 @pytest.mark.parametrize(
+    ("fn", "times"),
+    [
+        (lambda x: x * 0.0 + x * 1e-6, 0),
+        (lambda x: jnp.clip(x, 0.0, 1e-6), 0),
+        (lambda x: x * 0.0 + x * 1e-8, 1),
+        (lambda x: (lambda y: y * 1e-8)(x * 0.0), 1),
+        (lambda x: jnp.where(x > 0, -jnp.inf, x * 1e9), 1),
+    ],
+    ids=["coarse", "coarse in one call", "with a zero", "in a call", "with an infinity"],
+)
+def test_of_two_constants_on_a_line_the_one_that_was_lost_is_found(fn, times):
+    assert [count for _, _, count in found(fn, X)] == [1] * times
+
+
+@pytest.mark.parametrize(
     "mask",
     [
         lambda m: ((1 - m.astype(F32)) * -1e9).astype(HALF),
@@ -188,7 +203,7 @@ IDS = array(4, dtype=jnp.int32)
     ],
     ids=["index", "known to be large", "position", "mask", "known to be a mask"],
 )
-def test_how_grave_the_cast_of_an_integer_is_depends_on_what_becomes_of_it(fn, args, severity):
+def test_how_severe_the_cast_of_an_integer_is_depends_on_what_becomes_of_it(fn, args, severity):
     assert found(fn, *args, severity="note") == [("integer-cast", severity, 1)]
 
 
@@ -230,7 +245,7 @@ WIDE = {"w": array(8, 8), "b": array(8)}
 BATCH = array(4, 8, dtype=B16)
 
 
-def test_states_that_come_back_in_another_order_are_told_by_their_dtypes():
+def test_states_that_are_returned_in_another_order_are_known_by_their_dtypes():
     def step(params, average, x):
         grads = jax.grad(squared)(params, x)
         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
@@ -306,7 +321,7 @@ def test_an_update_of_16_bit_weights_is_found_behind_a_skip_and_a_decay(step):
     assert found(step, array(8, 8, dtype=B16), BATCH) == [("half-update", "warning", 1)]
 
 
-def test_an_average_that_forgets_faster_than_the_format_rounds_may_be_kept_in_16_bits():
+def test_an_average_that_forgets_faster_than_the_format_rounds_may_be_stored_in_16_bits():
     adam = optax.scale_by_adam(b1=0.9, b2=0.999, mu_dtype=B16)
 
     def step(w, state, x):

@@ -1,4 +1,4 @@
-"""Each planted defect is found, at its module and line, and models without one are left in peace."""
+"""Each planted defect is found, at its module and line, and models without one give no finding."""
 
 import functools
 from collections.abc import Callable
@@ -35,12 +35,12 @@ def nnx_call(model: Any, *args: Any) -> tuple[Callable[..., Any], tuple[Any, ...
 
 # From a planted defect to its program, the kind of finding and the module that has it.
 PLANTED: dict[str, tuple[Callable[[], Any], str, str]] = {
-    "upcast product": (
+    "upcast matmul": (
         lambda: linen_loss(linen_models.Scaled(), array(4, 32)),
         "silent-upcast",
         "inner",
     ),
-    "gated product": (
+    "gated matmul": (
         lambda: nnx_call(nnx_models.Gated(nnx.Rngs(0)), array(4, 16)),
         "silent-upcast",
         "Projection",
@@ -211,15 +211,15 @@ RIGHT: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_what_is_right_is_left_in_peace(name):
+def test_what_is_right_gives_no_finding(name):
     fn, args = RIGHT[name]
     found = audit(fn, *args).at_least("warning")
-    # A product of a float32 and a bfloat16 operand, as in one of these, is another matter.
+    # A matmul of a float32 and a bfloat16 operand, as in one of these, is another matter.
     assert not [f for f in found if f.kind != "mixed-operands"], found
 
 
 def test_a_message_names_what_widened_a_value_and_where():
-    (found,) = audited("upcast product").of("silent-upcast")
+    (found,) = audited("upcast matmul").of("silent-upcast")
     where = ":".join(map(str, line_of("numpy scalar")))
     assert f"{where}, where 'mul' takes it together with a float32 constant" in found.message
     assert found.share == pytest.approx(4 * 64 * 16 / (4 * 32 * 64 + 4 * 64 * 16 + 4 * 16 * 8))

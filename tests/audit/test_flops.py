@@ -75,11 +75,11 @@ def test_the_gradient_of_a_long_convolution_is_counted_in_closed_form():
     assert counted == 2 * outputs * 3
 
 
-# --------------------------------------------------------------------------------------- ragged products
+# --------------------------------------------------------------------------------------- ragged matmuls
 
 
 @pytest.mark.parametrize("n", [8, 16, 32])
-def test_a_ragged_product_and_its_two_gradients_count_alike(n):
+def test_a_ragged_matmul_and_its_two_gradients_count_alike(n):
     def loss(a, b, sizes):
         return jnp.sum(lax.ragged_dot(a, b, sizes) ** 2)
 

@@ -264,7 +264,7 @@ def test_modules_of_nnx_have_the_paths_that_their_policy_was_applied_by():
 # ----------------------------------------------------------------------------------- modules of others
 
 
-def test_modules_of_equinox_are_told_by_their_classes():
+def test_modules_of_equinox_are_known_by_their_classes():
     import equinox as eqx
 
     key = jax.random.key(0)
@@ -302,12 +302,12 @@ def test_findings_of_the_forward_and_of_the_backward_pass_at_one_line_are_two():
 
 
 def lines(fn: Any, *args: Any) -> set[tuple[str, str]]:
-    """File and source of every line at which a product of `fn` is found to be wider than a policy."""
+    """File and source of every line at which a matmul of `fn` is found to be wider than a policy."""
     found = mpjax.audit(fn, *args, policies=BF16).of("silent-upcast")
     return {(pathlib.Path(f.file).name, linecache.getline(f.file, f.line).strip()) for f in found}
 
 
-def test_the_line_of_a_product_in_equinox_is_the_users():
+def test_the_line_of_a_matmul_in_equinox_is_the_users():
     import equinox as eqx
 
     model = eqx.nn.Linear(8, 2, key=jax.random.key(0))
@@ -321,7 +321,7 @@ def test_the_line_of_a_product_in_equinox_is_the_users():
     assert lines(jax.grad(loss), arrays, X) == {("test_source_locations.py", "y = jax.vmap(layer)(x)")}
 
 
-def test_the_line_of_a_product_in_haiku_is_the_users():
+def test_the_line_of_a_matmul_in_haiku_is_the_users():
     import haiku as hk
 
     class Model(hk.Module):
@@ -344,7 +344,7 @@ def installed(tmp_path: pathlib.Path, package: str, source: str, **names: Any) -
     return namespace["f"]
 
 
-def test_the_line_of_a_product_in_an_installed_package_is_where_the_user_calls_it(tmp_path):
+def test_the_line_of_a_matmul_in_an_installed_package_is_where_the_user_calls_it(tmp_path):
     dense = installed(tmp_path, "layers", "def f(x, w):\n    return x @ w\n")
 
     def loss(x, w):

@@ -1,4 +1,4 @@
-"""Models in flax.linen whose dtypes are written by hand."""
+"""Models in flax.linen whose dtypes are hand-written."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ class Inner(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         w = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], 16))
-        return x @ w.astype(B16)  # planted: upcast product
+        return x @ w.astype(B16)  # planted: upcast matmul
 
 
 class HandNorm(nn.Module):

@@ -1,4 +1,4 @@
-"""Models in flax.nnx whose dtypes are written by hand."""
+"""Models in flax.nnx whose dtypes are hand-written."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ class Projection(nnx.Module):
         self.kernel = nnx.Param(nnx.initializers.lecun_normal()(rngs(), (16, 16)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return x @ self.kernel[...].astype(B16)  # planted: gated product
+        return x @ self.kernel[...].astype(B16)  # planted: gated matmul
 
 
 class Histogram(nnx.Module):

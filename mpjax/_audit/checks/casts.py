@@ -44,7 +44,7 @@ _Location: TypeAlias = tuple[tuple[int, ...], str, str]
 def _casts_of_gradients(program: Program) -> dict[_Location, list[int]]:
     """How often each of the backward pass's casts from 16 bits, the transposes of casts to them, runs.
 
-    They are told by shape, module and line.
+    They are known by shape, module and line.
     """
     found: dict[_Location, list[int]] = {}
     for op in program.computing():

@@ -29,7 +29,7 @@ def check(found: Findings) -> None:
                 "state-dtype",
                 ERROR,
                 after.op,
-                f"State '{path}' comes in as {before.dtype} and goes out as {after.dtype}.",
+                f"State '{path}' is {before.dtype} in the arguments and {after.dtype} in the result.",
                 f"{before} → {after}",
             )
         elif _is_weak(before) != _is_weak(after):
@@ -38,7 +38,7 @@ def check(found: Findings) -> None:
                 "state-dtype",
                 NOTE,
                 after.op,
-                f"State '{path}' comes in {now} typed, as a Python number, and goes out {then} typed: the second "
+                f"State '{path}' is {now} typed in the arguments and {then} typed in the result: the second "
                 "call is traced again.",
                 f"{before} → {after}",
             )
@@ -207,14 +207,14 @@ def _holds(value: Value, before: Value) -> bool:
     op = origin.op
     if op is None or op.name != "mul":
         return False
-    kept = [v for v in op.ins if dataflow.source(v, through=(CAST,)) is before]
-    if len(kept) != 1 or any(
+    held = [v for v in op.ins if dataflow.source(v, through=(CAST,)) is before]
+    if len(held) != 1 or any(
         math.prod(dataflow.source(v).shape) > 1 and dataflow.constant(v) is None
         for v in op.ins
-        if v is not kept[0]
+        if v is not held[0]
     ):
         return False
-    factor = _factor(op, kept[0])
+    factor = _factor(op, held[0])
     return factor is None or abs(1 - factor) < 1 / dtypes.limits(before.dtype).count
 
 
