@@ -23,8 +23,9 @@ Leaf: TypeAlias = Any
 def cast_floating(tree: T, dtype: DTypeLike) -> T:
     """Returns `tree` with its floating arrays in `dtype`, and all other leaves unchanged.
 
-    >>> cast_floating({"w": jnp.ones(2), "step": jnp.array(3)}, jnp.bfloat16)
-    {'step': Array(3, dtype=int32, weak_type=True), 'w': Array([1, 1], dtype=bfloat16)}
+    >>> tree = cast_floating({"w": jnp.ones(2), "step": jnp.array(3)}, "bfloat16")
+    >>> tree["w"].dtype, tree["step"].dtype
+    (dtype(bfloat16), dtype('int32'))
 
     Args:
       tree: any pytree.
