@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -24,8 +24,8 @@ def trace(fn: Callable[..., Any], *args: Any) -> list[Any]:
     return list(equations(jax.make_jaxpr(fn)(*args)))
 
 
-def operand_dtypes(fn: Callable[..., Any], *args: Any, names: tuple[str, ...] = PRODUCTS) -> list[tuple]:
-    """The dtypes of the floating operands of every product, in the order of the program."""
+def operand_dtypes(fn: Callable[..., Any], *args: Any, names: tuple[str, ...] = MATMULS) -> list[tuple]:
+    """The dtypes of the floating operands of every matmul, in the order of the program."""
     return [
         tuple(v.aval.dtype.name for v in eqn.invars if v.aval.dtype.kind in "fV")
         for eqn in trace(fn, *args)
@@ -38,8 +38,8 @@ def input_dtypes(fn: Callable[..., Any], *args: Any, name: str) -> set[str]:
     return {d for pair in operand_dtypes(fn, *args, names=(name,)) for d in pair}
 
 
-def exported_products(fn: Callable[..., Any], *args: Any, platform: str) -> list[tuple[str, str]]:
-    """Operand element types of the products in the StableHLO for a platform, lowered from here."""
+def exported_matmuls(fn: Callable[..., Any], *args: Any, platform: str) -> list[tuple[str, str]]:
+    """Operand element types of the matmuls in the StableHLO for a platform, lowered from here."""
     text = jax.export.export(jax.jit(fn), platforms=[platform])(*args).mlir_module()
     found = re.findall(
         r"stablehlo\.(?:dot_general|convolution)\b.*?:\s*\(tensor<([^>]*)>, tensor<([^>]*)>\)", text

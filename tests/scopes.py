@@ -4,14 +4,14 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from programs import PRODUCTS, trace
+from programs import MATMULS, trace
 
 
 def product_dtypes_by_scope(fn: Callable[..., Any], *args: Any) -> dict[str, set[str]]:
     """From the path of each module that has products to the dtypes that their operands take."""
     found: dict[str, set[str]] = {}
     for eqn in trace(fn, *args):
-        if eqn.primitive.name in PRODUCTS:
+        if eqn.primitive.name in MATMULS:
             operands = {v.aval.dtype.name for v in eqn.invars if v.aval.dtype.kind in "fV"}
             found.setdefault(_path(str(eqn.source_info.name_stack)), set()).update(operands)
     return found

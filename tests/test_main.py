@@ -88,7 +88,10 @@ def test_explain_prints_the_policy_table(capsys):
             ["audit", f"{HERE}:clean", "--ignore", ".*:maks"],
             "Unknown kind of finding 'maks'. It must be * or one of",
         ),
-        (["explain", f"{HERE}:no_pair", "--policy", "bf16"], "must return a model of flax.linen, flax.nnx, equinox, haiku"),
+        (
+            ["explain", f"{HERE}:no_pair", "--policy", "bf16"],
+            "must return a model of flax.linen, flax.nnx, equinox, haiku, or (model, example inputs…)",
+        ),
         (
             ["explain", f"{HERE}:alone", "--policy", "bf16"],
             "return (model, example inputs…), of which shapes",

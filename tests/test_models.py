@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from programs import exported_products, input_dtypes, operand_dtypes, trace
+from programs import exported_matmuls, input_dtypes, operand_dtypes, trace
 
 import mpjax
 from experiments.models.gpt import GPT, GPTSize
@@ -101,7 +101,7 @@ def test_every_product_of_forward_and_backward_takes_operands_of_the_compute_dty
 @pytest.mark.parametrize("model", ["gpt", "resnet"])
 def test_the_program_for_an_accelerator_has_the_same_products(model, platform):
     fn, params = gradients(model)
-    exported = exported_products(fn, params, platform=platform)
+    exported = exported_matmuls(fn, params, platform=platform)
     assert set(exported) == {("bf16", "bf16")}
     assert len(exported) == len(operand_dtypes(fn, params))
 

@@ -12,7 +12,7 @@ import pytest
 from flax import struct
 from flax.core import FrozenDict, freeze
 from jax import lax
-from programs import exported_products, operand_dtypes, trace
+from programs import exported_matmuls, operand_dtypes, trace
 from scopes import product_dtypes_by_scope
 
 import mpjax
@@ -156,14 +156,14 @@ def test_a_map_may_also_name_the_half_precision_modules(how: str) -> None:
 def test_a_map_reaches_the_program_for_accelerators(how: str, platform: str) -> None:
     model = Model(how)
     grads, variables = loss_grads(model, ATTENTION_FLOAT32, X), abstract(model)
-    exported = exported_products(grads, variables, platform=platform)
+    exported = exported_matmuls(grads, variables, platform=platform)
     traced = operand_dtypes(grads, variables)
     assert set(exported) == {("bf16", "bf16"), ("f32", "f32")}
     # Lowering may drop products whose result is not used, but never changes what the others take.
     for name, exported_name in (("bfloat16", "bf16"), ("float32", "f32")):
         assert 0 < exported.count((exported_name,) * 2) <= traced.count((name,) * 2)
     uniform = loss_grads(model, BF16, X)
-    assert set(exported_products(uniform, variables, platform=platform)) == {("bf16", "bf16")}
+    assert set(exported_matmuls(uniform, variables, platform=platform)) == {("bf16", "bf16")}
 
 
 def test_gradients_under_a_map_are_float32_and_near_those_of_float32() -> None:

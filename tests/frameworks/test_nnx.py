@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from programs import exported_products, operand_dtypes
+from programs import exported_matmuls, operand_dtypes
 from scopes import product_dtypes_by_scope
 
 import mpjax
@@ -153,13 +153,13 @@ def test_a_map_may_also_name_the_half_precision_modules(how: str) -> None:
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_a_map_reaches_the_program_for_accelerators(how: str, platform: str) -> None:
     fn, state = grads_inside(apply_policy(Model(how), ATTENTION_FLOAT32))
-    exported, traced = exported_products(fn, state, X, platform=platform), operand_dtypes(fn, state, X)
+    exported, traced = exported_matmuls(fn, state, X, platform=platform), operand_dtypes(fn, state, X)
     assert set(exported) == {("bf16", "bf16"), ("f32", "f32")}
     # Lowering may drop products whose result is not used, but never changes what the others take.
     for name, exported_name in (("bfloat16", "bf16"), ("float32", "f32")):
         assert 0 < exported.count((exported_name,) * 2) <= traced.count((name,) * 2)
     fn, state = grads_inside(apply_policy(Model(how), BF16))
-    assert set(exported_products(fn, state, X, platform=platform)) == {("bf16", "bf16")}
+    assert set(exported_matmuls(fn, state, X, platform=platform)) == {("bf16", "bf16")}
 
 
 def test_gradients_are_float32_and_near_those_of_float32() -> None:

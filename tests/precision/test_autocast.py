@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from programs import PRODUCTS, exported_products, operand_dtypes, trace
+from programs import MATMULS, exported_matmuls, operand_dtypes, trace
 
 import mpjax
 from mpjax import autocast, full_precision
@@ -185,9 +185,9 @@ def test_the_stablehlo_for_accelerators_has_only_16_bit_matmuls(platform: str) -
 
     args = X, W, normal(1, 2, 4, 4), normal(3, 2, 3, 3)
     for grads in (loss_and_grads(fn, BF16, 4), grads_outside(fn, BF16, 4)):
-        assert exported_products(grads, *args, platform=platform) == [("bf16", "bf16")] * 6
+        assert exported_matmuls(grads, *args, platform=platform) == [("bf16", "bf16")] * 6
     plain = jax.grad(fn, argnums=(0, 1, 2, 3))
-    assert set(exported_products(plain, *args, platform=platform)) == {("f32", "f32")}
+    assert set(exported_matmuls(plain, *args, platform=platform)) == {("f32", "f32")}
 
 
 def wide(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -208,7 +208,7 @@ def test_the_backward_matmuls_of_a_wide_result_take_16_bit_operands(
 ) -> None:
     for grads in (loss_and_grads(around(wide), policy, 2), grads_outside(around(wide), policy, 2)):
         assert matmuls(grads, X.astype(half), W.astype(half)) == {(half, half)}
-        exported = exported_products(grads, X.astype(half), W.astype(half), platform="tpu")
+        exported = exported_matmuls(grads, X.astype(half), W.astype(half), platform="tpu")
         assert len(exported) >= 2  # the forward matmul, which a sum does not need, may be gone
         assert set(exported) == {({"bfloat16": "bf16", "float16": "f16"}[half],) * 2}
 
@@ -688,7 +688,7 @@ def test_full_precision_around_scan_jit_and_remat_stays_float32() -> None:
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_full_precision_reaches_the_program_for_accelerators(platform: str) -> None:
     fn = jax.checkpoint(full_precision(lambda x, w: jnp.tanh(x @ w)))
-    exported = exported_products(loss_and_grads(fn, BF16, 2), X, W, platform=platform)
+    exported = exported_matmuls(loss_and_grads(fn, BF16, 2), X, W, platform=platform)
     assert exported == [("f32", "f32")] * 4
 
 
@@ -871,4 +871,4 @@ def test_the_matmuls_of_the_rule_table_exist_in_this_jax() -> None:
         return lax.conv(y[None, None], x[None, None], (1, 1), "SAME")[0, 0] @ x
 
     names = {e.primitive.name for e in trace(autocast(fn, BF16), EYE)}
-    assert set(PRODUCTS) <= names
+    assert set(MATMULS) <= names

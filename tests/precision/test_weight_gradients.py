@@ -74,7 +74,7 @@ def test_its_matmul_takes_16_bit_operands_and_gives_float32_or_where_asked_the_c
     matmuls = [
         eqn
         for eqn in programs.trace(gradient(f, BF16, reduce_dtype=reduce_dtype), x, w)
-        if eqn.primitive.name in programs.PRODUCTS
+        if eqn.primitive.name in programs.MATMULS
     ]
     assert {v.aval.dtype.name for eqn in matmuls for v in eqn.invars} == {"bfloat16"}
     assert matmuls[-1].outvars[0].aval.dtype.name == result
