@@ -27,7 +27,11 @@ def audit(
     platform: str | None = None,
     ignore: Silenced | None = None,
 ) -> Audit:
-    """Returns what precision each module of a function runs in, and what is wrong with it.
+    """Returns in which precision each module of a function runs, and what is wrong with it.
+
+    >>> found = audit(lambda x, w: x @ w, jnp.ones((8, 16), jnp.bfloat16), jnp.ones((16, 4)))
+    >>> found.flops, [finding.kind for finding in found.findings]
+    ({'bfloat16 × float32': 1024}, ['mixed-operands'])
 
     The function is traced, not run. Everything in it counts: the loss, its gradient, the optimizer, inner jits,
     loops (times their number of steps), rematerialised and sharded code.
@@ -45,10 +49,6 @@ def audit(
     Raises:
       TypeError: if an argument holds something that is no array.
       ValueError: if the platform or a kind is unknown, or a pattern of `policies` governs no module of `fn`.
-
-    >>> found = audit(lambda x, w: x @ w, jnp.ones((8, 16), jnp.bfloat16), jnp.ones((16, 4)))
-    >>> found.flops, [finding.kind for finding in found.findings]
-    ({'bfloat16 × float32': 1024}, ['mixed-operands'])
     """
     if not callable(fn):
         raise TypeError(
@@ -142,7 +142,7 @@ def _check_arguments(args: tuple[chex.ArrayTree, ...]) -> None:
 def _without_models(
     fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[Callable[..., Any], tuple[chex.ArrayTree, ...]]:
-    """A function of arrays in the place of one of models, which returns what has become of them, too."""
+    """A function of arrays instead of one of models, which returns the arrays of the models after it, too."""
     for framework in imported():
         positions = [i for i, arg in enumerate(args) if framework.is_model(arg)]
         if split := framework.split([args[i] for i in positions]) if positions else None:
@@ -159,11 +159,18 @@ def _split(
     def pure(*args: Any) -> Any:
         models = merge([args[i] for i in positions])
         out = fn(*_replaced(args, positions, models))
-        after = framework.split(models)
-        assert after is not None
-        return (*after[0], out)
+        return (*_arrays(framework, models), *_arrays(framework, [out]))
 
     return pure
+
+
+def _arrays(framework: Framework, trees: list[Any]) -> list[chex.ArrayTree]:
+    """Trees with the arrays of the models in them in the place of the models."""
+    leaves, structure = jax.tree.flatten(trees, is_leaf=framework.is_model)
+    positions = [i for i, x in enumerate(leaves) if framework.is_model(x)]
+    split = framework.split([leaves[i] for i in positions]) if positions else None
+    arrays = leaves if split is None else _replaced(tuple(leaves), positions, split[0])
+    return jax.tree.unflatten(structure, arrays)
 
 
 def _replaced(args: tuple[Any, ...], positions: list[int], values: list[Any]) -> tuple[Any, ...]:

@@ -12,16 +12,17 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from mpjax._audit import source_locations
 from mpjax._audit.program import Loop, LostConstant, Op, Program, Value
-from mpjax._audit.source_locations import BACKWARD, OPTIMIZER
+from mpjax._audit.source_locations import BACKWARD, OPTIMIZER, Scope
 from mpjax._frameworks.protocol import intercepted
 from mpjax._precision import jax_internals, module_scope
+from mpjax._precision.module_scope import Classes
 
 # Their inner jaxprs say how two numbers are combined, or are a kernel.
 _OPAQUE = ("pallas_call", "scatter", "reduce", "select_and", "argm", "sort", "all_reduce", "reduce_window")
 _LOOP = "loop"
 # Comparisons as distances between their sides: a < b is b - a > 0, a <= b is b - a + 1 > 0.
 _COMPARED = {"lt": (1, 0), "le": (1, 1), "gt": (-1, 0), "ge": (-1, 1)}
-# What boxes that hold an array and what is known of it, such as variables, call the array.
+# The attribute of an array in a box that also holds what is known of it, such as a variable.
 _IN_A_BOX = jax.tree_util.GetAttrKey("value")
 # Part of the key of JAX's caches: what was traced before is traced anew, as casts of numbers show in tracing only.
 _reading = jax.make_user_context(default_value=None)
@@ -63,7 +64,7 @@ def read(fn: Callable[..., Any], args: tuple[Any, ...]) -> Program:
     ]
     outputs = reader.read(jaxpr, inputs, "", 1, None)
     _mark_live(reader.ops, outputs)
-    root = _attribute(reader.ops)
+    root = _attribute(reader.ops, classes)
     abstract = jax.tree.unflatten(jax.tree.structure(args), [v.aval for v in inputs])
     return Program(reader.ops, inputs, outputs, abstract, out, reader.loops, lost, root, classes, jaxpr)
 
@@ -310,10 +311,10 @@ def _mark_live(ops: list[Op], outputs: list[Value]) -> None:
             reached += [v.op for v in op.ins]
 
 
-def _attribute(ops: list[Op]) -> str | None:
+def _attribute(ops: list[Op], known: Classes) -> str | None:
     """Gives each operation its module path and phase, and returns the class of the one model, if it is one."""
     scopes = [source_locations.scope(op.stack) for op in ops]
-    root = _set_modules(ops, scopes)
+    root = _set_modules(ops, scopes, known)
     backward = any(scope.phase == BACKWARD for scope in scopes)
     for op, scope in zip(ops, scopes, strict=True):
         op.phase = scope.phase
@@ -329,7 +330,7 @@ def _attribute(ops: list[Op]) -> str | None:
     return root
 
 
-def _set_modules(ops: list[Op], scopes: list[source_locations.Scope]) -> str | None:
+def _set_modules(ops: list[Op], scopes: list[Scope], known: Classes) -> str | None:
     """Gives each operation its module, and returns the class of the one model, if it is one."""
     marked = any(s.module is not None for s in scopes)
     # In a program that is differentiated, what is neither forward nor backward belongs to no module.
@@ -339,7 +340,7 @@ def _set_modules(ops: list[Op], scopes: list[source_locations.Scope]) -> str | N
         classes: tuple[str, ...] = ()
         if not (s.root or s.path or s.module is not None) and (s.explicit or not differentiated):
             classes = _called_classes(op)
-        found.append((classes[0], classes[1:]) if classes else (s.root, s.path))
+        found.append((classes[0], classes[1:]) if classes else (s.root, _without_own_class(s, known)))
     roots = {
         root
         for (root, _), s in zip(found, scopes, strict=True)
@@ -351,6 +352,15 @@ def _set_modules(ops: list[Op], scopes: list[source_locations.Scope]) -> str | N
         op.module = op.path if s.module is None else s.module
         op.model = root
     return only
+
+
+def _without_own_class(scope: Scope, known: Classes) -> tuple[str, ...]:
+    """The path without a scope that a module opens by the name of its own class."""
+    if scope.module is None:
+        return scope.path
+    cls, depth = known.get(scope.root, {}).get(scope.module), int(bool(scope.module))
+    own = cls is not None and scope.path[depth : depth + 1] == (cls.__name__,)
+    return scope.path[:depth] + scope.path[depth + 1 :] if own else scope.path
 
 
 def _called_classes(op: Op) -> tuple[str, ...]:

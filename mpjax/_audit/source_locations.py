@@ -138,18 +138,14 @@ def call_site(frames: list[Frame]) -> CallSite:
     return tuple((f.code, f.position) for f in frames if not f.file.startswith(_JAX))
 
 
-def is_same_line(one: CallSite, other: CallSite) -> bool:
-    """Whether two calls are on one line, which the program got to in the same way."""
-    if not (one and other):
-        return one == other
-    return (_line_number(*one[0]), one[1:]) == (_line_number(*other[0]), other[1:]) and one[0][0] == other[0][
-        0
-    ]
-
-
-def _line_number(code: CodeType, position: int) -> int | None:
+def line_of(call_site: CallSite) -> tuple[object, ...]:
+    """A call site without the position in its innermost line: what all calls on that line have in common."""
+    if not call_site:
+        return ()
+    (code, position), *outer = call_site
     # Positions are in bytes, and an instruction has two.
-    return next(itertools.islice(code.co_positions(), position // 2, None))[0]
+    line, *_ = next(itertools.islice(code.co_positions(), position // 2, None))
+    return code, line, *outer
 
 
 def user_line(found: list[Line]) -> Line | None:

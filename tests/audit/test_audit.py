@@ -284,6 +284,25 @@ def test_models_of_equinox_are_arguments_whatever_they_hold(abstract):
     assert "It takes argument 0 'linear/weight', float32[8,16]" in finding.message
 
 
+def test_a_train_step_of_equinox_that_returns_its_model_is_audited_whole():
+    tx = optax.sgd(0.1)
+    model = mpjax.apply_policy(
+        eqx.nn.MLP(16, 4, 8, depth=1, activation=jnp.tanh, key=jax.random.key(0)), BF16
+    )
+
+    @eqx.filter_jit
+    def step(model, opt_state, x):
+        grads = eqx.filter_grad(lambda model: jnp.mean(jax.vmap(model)(x) ** 2))(model)
+        updates, opt_state = tx.update(grads, opt_state)
+        return eqx.apply_updates(model, updates), opt_state
+
+    found = audit(step, model, tx.init(eqx.filter(model, eqx.is_array)), X, policies=BF16)
+    assert {(m.module, m.phase): m.operands for m in found.matmuls} == {
+        (f"layers/{i}", phase): "bfloat16" for i in range(2) for phase in ("forward", "backward")
+    }
+    assert not found.at_least("warning")
+
+
 def test_models_of_two_frameworks_are_arguments_of_one_function():
     first = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
     second = eqx.nn.Linear(8, 4, key=jax.random.key(0))

@@ -3,13 +3,14 @@
 import math
 import re
 from collections import Counter
+from typing import TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
 from mpjax._audit import dataflow, source_locations
 from mpjax._audit.findings import Findings
-from mpjax._audit.program import CAST, Op, Value
+from mpjax._audit.program import CAST, LostConstant, Op, Program, Value
 from mpjax._audit.records import ERROR, WARNING
 from mpjax._audit.source_locations import CallSite
 from mpjax._precision import dtypes
@@ -112,28 +113,38 @@ def _is_zero_or_one(value: Value) -> bool:
 
 def _literals(found: Findings) -> None:
     """Constants that were cast when the program was traced, so that it holds an infinity or a zero in their place."""
-    if not found.program.lost:
-        return
-    constants: dict[CallSite, list[tuple[Op, Value]]] = {}
-    for op in found.program.computing():
-        for value in filter(_is_half_constant, op.ins if op.name in _TAKES_CONSTANT else ()):
-            constants.setdefault(op.call_site, []).append((op, value))
+    constants = _half_constants(found.program) if found.program.lost else {}
     for lost, times in Counter(found.program.lost).items():
-        # The call that cast a number most often takes the result, too; else another on its line does.
-        taken = constants.get(lost.call_site) or [
-            pair
-            for call_site, pairs in constants.items()
-            if source_locations.is_same_line(call_site, lost.call_site)
-            for pair in pairs
-        ]
-        # What underflows need not become zero.
-        coarse = sum(0 < abs(v.const) < dtypes.limits(v.dtype).smallest_normal for _, v in taken)
-        if lost.overflow or times > coarse:
-            gone = {
-                id(op): (op, v) for op, v in taken if (math.isinf(v.const) if lost.overflow else v.const == 0)
-            }
-            for op, value in gone.values():
-                (_overflows if lost.overflow else _vanishes)(found, op, None, value)
+        taken = _taken(constants, lost)
+        if lost.overflow:
+            gone = [(op, v) for op, v in taken if math.isinf(v.const)]
+        else:
+            gone = [(op, v) for op, v in taken if v.const == 0]
+            coarse = sum(0 < abs(v.const) < dtypes.limits(v.dtype).smallest_normal for _, v in taken)
+            if times <= coarse:  # what underflowed did not become zero
+                continue
+        for op, value in {id(op): (op, v) for op, v in gone}.values():
+            (_overflows if lost.overflow else _vanishes)(found, op, None, value)
+
+
+_Constants: TypeAlias = dict[CallSite, list[tuple[Op, Value]]]
+
+
+def _half_constants(program: Program) -> _Constants:
+    """The scalar constants in 16 bits, and the operations that take them, by the call that made these."""
+    found: _Constants = {}
+    for op in program.computing():
+        for value in filter(_is_half_constant, op.ins if op.name in _TAKES_CONSTANT else ()):
+            found.setdefault(op.call_site, []).append((op, value))
+    return found
+
+
+def _taken(constants: _Constants, lost: LostConstant) -> list[tuple[Op, Value]]:
+    """Where a constant that was cast may be: in the call that cast it, or else in another one on the same line."""
+    if lost.call_site in constants:
+        return constants[lost.call_site]
+    line = source_locations.line_of(lost.call_site)
+    return [x for site, pairs in constants.items() if source_locations.line_of(site) == line for x in pairs]
 
 
 def _is_half_constant(value: Value) -> bool:
