@@ -30,6 +30,10 @@ jax.config.update(
 )
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
+# A silent upcast between arrays, or a silent broadcast to another rank, is an error.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
 # What is alive by now stays, and what a traced program leaves behind does not press.
 gc.freeze()
 gc.set_threshold(20_000, 20, 20)
