@@ -68,12 +68,12 @@ def loss(
 ) -> jax.Array:
     """The mean squared error of two layers, split between them over `model_axis` if there is one."""
     del rng
-    hidden = batch["x"] @ params["in"] + params["bias"]
+    hidden = batch["x"] @ params["in"] + params["bias"][None]
     hidden = jnp.tanh(faulty(hidden, batch["fault"]))
     out = jnp.matmul(hidden, params["out"], out_sharding=out_spec)
     if model_axis is not None:
         out = lax.psum(out, model_axis)
-    return jnp.mean((out.astype(jnp.float32) + params["shift"] - batch["y"]) ** 2)
+    return jnp.mean((out.astype(jnp.float32) + params["shift"][None] - batch["y"]) ** 2)
 
 
 def create(

@@ -1,29 +1,40 @@
-"""Optimizers of optax, whose own arithmetic mixes dtypes, for tests that run under strict promotion."""
+"""Optimizers of optax, whose own arithmetic mixes dtypes and ranks, for tests that run under strict promotion."""
 
+import contextlib
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import ParamSpec, TypeVar
 
 import jax
 import optax
 
+Args = ParamSpec("Args")
+T = TypeVar("T")
 
-def standard(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f` under JAX's standard promotion."""
 
+@contextlib.contextmanager
+def standard_promotion() -> Iterator[None]:
+    """JAX's promotion of dtypes and ranks as users have it unless they ask for another."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def standard(f: Callable[Args, T]) -> Callable[Args, T]:
     @functools.wraps(f)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with jax.numpy_dtype_promotion("standard"):
+    def run(*args: Args.args, **kwargs: Args.kwargs) -> T:
+        with standard_promotion():
             return f(*args, **kwargs)
 
     return run
 
 
-@functools.cache
-def lenient(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`tx` under JAX's standard promotion."""
-    tx = optax.with_extra_args_support(tx)
-    return optax.GradientTransformationExtraArgs(standard(tx.init), standard(tx.update))
+def use_standard_promotion_in_optax() -> None:
+    """Has every optimizer that is made from here on, and `optax.apply_updates`, compute under standard promotion."""
+    new = optax.GradientTransformation.__new__
+    optax.GradientTransformation.__new__ = lambda cls, init, update: new(
+        cls, standard(init), standard(update)
+    )
+    optax.apply_updates = standard(optax.apply_updates)
 
 
 EVERY = {

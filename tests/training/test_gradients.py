@@ -14,8 +14,6 @@ from trees import FLOATS, floating_arrays, other_leaves, same, trees
 import mpjax
 from mpjax._training import cross_device, gradients
 
-pytestmark = pytest.mark.usefixtures("strict_promotion")
-
 NONE = mpjax.NoOpLossScale()
 F16_MIXED, BF16_MIXED = "p=f32,c=f16,o=f32", "p=f32,c=bf16,o=f32"
 OVERWRITE = "_overwrite_with_gradient"
