@@ -1,9 +1,10 @@
-"""Runs one model under several policies and collects what came out."""
+"""Runs one model under several policies and collects the results."""
 
 import dataclasses
 import math
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 from rich.console import Console
@@ -93,7 +94,10 @@ _UNITS = {"gpt": "tokens", "resnet": "images"}
 
 
 def _run_all_seeds(
-    contender: Contender, options: Any, exact: measure.Gradients, console: Console
+    contender: Contender,
+    options: config.GPTComparison | config.ResNetComparison,
+    exact: measure.Gradients,
+    console: Console,
 ) -> dict[str, Any]:
     """Results of one contender: mean and spread over the seeds, and the course of the first."""
     policies = mpjax.as_policy_map(contender.policy)
@@ -137,7 +141,7 @@ def _summary(contender: Contender, runs: list[dict[str, Any]]) -> dict[str, Any]
 
 
 class _Watch:
-    """Shows the training, keeps its validation losses and measures what the precision loses.
+    """Shows the training, records its validation losses and measures what the precision loses.
 
     Attributes:
       curve: pairs of step and validation loss.
@@ -156,9 +160,9 @@ class _Watch:
         self._display.update(records[-1], rate, seconds_left)
         self.curve += [(r["step"], _plain(r["val_loss"])) for r in records if "val_loss" in r]
 
-    def state_at(self, state: mpjax.TrainState, batch: Any) -> None:
+    def state_at(self, state: mpjax.TrainState, batch: chex.ArrayTree) -> None:
         self._probes.append(self._probe(state, batch, self._key))
 
 
-def _plain(x: Any) -> float:
+def _plain(x: float | np.floating) -> float:
     return float(x) if math.isfinite(x) else math.nan

@@ -380,6 +380,7 @@ def test_a_missing_orbax_names_the_extra(tmp_path: Path, monkeypatch: pytest.Mon
         Checkpoints(tmp_path)
 
 
+@pytest.mark.usefixtures("standard_promotion")  # as users run it
 def test_the_code_of_the_page_on_checkpoints_runs_from_top_to_bottom(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -1,4 +1,4 @@
-"""Runs the suite that was asked for, prints it and writes it down."""
+"""Runs a suite, prints its results and writes them to files."""
 
 import dataclasses
 import importlib.metadata
@@ -12,11 +12,12 @@ import tyro
 from rich.console import Console
 
 from experiments.benchmarks import gpu, options, show, suites
+from experiments.benchmarks.timing import Row
 from experiments.errors import UsageError
 from experiments.rundir import write_json
 from mpjax._precision import cpu_lowering
 
-RUN: dict[type[options.Suite], Callable[..., list[Any]]] = {
+RUN: dict[type[options.Suite], Callable[..., list[Row]]] = {
     options.LossScale: suites.loss_scale,
     options.GPT: suites.gpt,
     options.ResNet: suites.resnet,

@@ -10,7 +10,7 @@ from tiny import TINY_GPT, Command
 
 from experiments import session
 
-# Weights of 150 after step 2 give products beyond what float16 holds, and well within what float32 does.
+# Weights of 150 after step 2 give matmuls whose results overflow float16, but not float32.
 FAILING = [*TINY_GPT, "--steps", "6", "--lr", "300", "--policy", "mixed_float16", "--checkpoint-every", "2"]
 
 

@@ -625,7 +625,9 @@ FP8_PARAMS = {"params": {"w": jnp.ones(2)}, "_overwrite_with_gradient": {"scale"
 
 def fp8_loss(params, batch, rng):
     del rng
-    return (with_scale(batch * params["params"]["w"][None], params["_overwrite_with_gradient"]["scale"])).sum()
+    return (
+        with_scale(batch * params["params"]["w"][None], params["_overwrite_with_gradient"]["scale"])
+    ).sum()
 
 
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
