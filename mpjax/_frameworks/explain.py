@@ -114,7 +114,8 @@ def explain(
     framework = framework_of(model)
     if framework is None:
         raise TypeError(
-            f"explain expects a model of {', '.join(FRAMEWORKS)}, got {type(model).__name__}. A plain function has no modules; the map's default governs it."
+            f"explain expects a model of {', '.join(FRAMEWORKS)}, got {type(model).__name__}. A plain function has no "
+            "modules; the map's default governs it."
         )
     modules = framework.modules(model, policies, example_inputs, kwargs)
     return Explanation(tuple(_row(module, policies) for module in modules))

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import mpjax
 from mpjax._precision import cpu_lowering
-from mpjax._precision.rules import Decided
+from mpjax._precision.rules import PolicyPrecision
 
 pytestmark = pytest.mark.usefixtures("optimized_programs")
 
@@ -157,7 +157,7 @@ def test_every_layout_runs(monkeypatch, size, transposed, dtype, devices):
             a, b = a.T, b.T
         summed = [d for d in lhs if d in rhs and d not in batch]
         dims = [[tuple(map(names.index, ds)) for names in (lhs, rhs)] for ds in (summed, batch)]
-        mark = Decided(None, np.dtype(dtype))
+        mark = PolicyPrecision(None, np.dtype(dtype))
         # On several devices what is widened is what has a float32 result.
         result = dtype if devices == 1 else jnp.float32
         out = lax.dot_general(a, b, dims, precision=mark, preferred_element_type=result)
