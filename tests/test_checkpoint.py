@@ -159,7 +159,7 @@ def test_a_restored_state_runs_in_the_program_compiled_for_a_new_one(tmp_path: P
     assert step._cache_size() == 1
 
     # Elsewhere it goes along, as a new one does.
-    batch = jax.device_put(jnp.ones(4), jax.devices()[1])
+    batch = jax.device_put(jnp.ones(4, jnp.int32), jax.devices()[1])
     assert (restored[0].step + batch).devices() == {jax.devices()[1]}
 
 

@@ -32,7 +32,7 @@ class LossScale(Suite):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPT(Suite):
-    """The whole step of a GPT in float32, bfloat16 and float16: mpjax, hand-written, Flax, jmp, PyTorch if installed."""
+    """The whole step of a GPT in float32, bfloat16 and float16: mpjax, hand-written, Flax, jmp, and PyTorch."""
 
     rounds: int = 3
     layers: int = 4

@@ -79,7 +79,7 @@ def _precisions(
     rounds: int,
     others: Mapping[tuple[str, str], Callable[[], Measured]] = MappingProxyType({}),
 ) -> list[Row]:
-    """Every library in every precision; the base is the hand-written step if there is one, else Flax with a dtype on each layer.
+    """Every library in every precision; the base is the hand-written step, or Flax's if there is none.
 
     Args:
       problem: what is trained.
