@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from optimizers import standard_promotion
 from tiny import Command
 
 from experiments import bench
@@ -15,7 +16,8 @@ from experiments.benchmarks import options, problems, pytorch, steps, timing
 
 
 def run(suite: str, out: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
-    assert bench.main([suite, "--quick", "--out", str(out)]) == 0
+    with standard_promotion():  # some of the libraries that are compared need it
+        assert bench.main([suite, "--quick", "--out", str(out)]) == 0
     assert (out / f"{suite}.png").read_bytes().startswith(b"\x89PNG")
     return json.loads((out / f"{suite}.json").read_text()), capsys.readouterr().out
 
@@ -158,6 +160,7 @@ def test_a_ratio_is_the_median_of_the_ratios_within_each_round():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("standard_promotion")
 def test_all_contenders_compute_the_same_loss():
     tiny = options.TINY[options.GPT]
     assert isinstance(tiny, options.GPT)

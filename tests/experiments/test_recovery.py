@@ -73,7 +73,7 @@ def full_disk_in_step_4(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # The other writes that tensorstore had begun end after orbax has closed the loop they report to.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("full_disk_in_step_4")
-def test_a_checkpoint_that_cannot_be_saved_is_told_and_training_goes_on(command: Command) -> None:
+def test_a_checkpoint_that_cannot_be_saved_is_reported_and_training_goes_on(command: Command) -> None:
     run = command(*TINY_GPT, "--steps", "6", "--checkpoint-every", "2", "--log-every", "1")
     assert run.status == 0
     assert "warning: The checkpoint of step 4 could not be saved" in run.output

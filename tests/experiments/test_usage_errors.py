@@ -1,4 +1,4 @@
-"""What a person gets wrong is answered in one line that quotes it and names the way out."""
+"""Each mistake on the command line gets one line that quotes it and names the way out."""
 
 import importlib.util
 from pathlib import Path
