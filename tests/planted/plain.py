@@ -57,9 +57,8 @@ def replicas(x: jax.Array) -> jax.Array:
 
 def wide(x: jax.Array) -> jax.Array:
     with jax.named_scope("schedule"):
-        return x * jnp.linspace(0.0, 1.0, x.shape[-1], dtype="float64")[None].astype(
-            x.dtype
-        )  # planted: float64
+        ramp = jnp.linspace(0.0, 1.0, x.shape[-1], dtype="float64")  # planted: float64
+        return x * ramp[None].astype(x.dtype)
 
 
 class State(NamedTuple):
