@@ -29,11 +29,16 @@ def standard(f: Callable[Args, T]) -> Callable[Args, T]:
 
 
 def use_standard_promotion_in_optax() -> None:
-    """Has every optimizer that is made from here on, and `optax.apply_updates`, compute under standard promotion."""
+    """Has optax's own optimizers, those made from here on, and `optax.apply_updates` compute under standard promotion.
+
+    An optimizer of mpjax or of a test is not optax's: what it does itself stays under strict promotion.
+    """
     new = optax.GradientTransformation.__new__
-    optax.GradientTransformation.__new__ = lambda cls, init, update: new(
-        cls, standard(init), standard(update)
-    )
+
+    def wrapped(cls: type, init: Callable, update: Callable) -> optax.GradientTransformation:
+        return new(cls, *(standard(f) if f.__module__.startswith("optax.") else f for f in (init, update)))
+
+    optax.GradientTransformation.__new__ = wrapped
     optax.apply_updates = standard(optax.apply_updates)
 
 

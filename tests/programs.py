@@ -25,7 +25,7 @@ def trace(fn: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def operand_dtypes(fn: Callable[..., Any], *args: Any, names: tuple[str, ...] = PRODUCTS) -> list[tuple]:
-    """The dtypes of the floating operands of every matmul and convolution, in the order of the program."""
+    """The dtypes of the floating operands of every product, in the order of the program."""
     return [
         tuple(v.aval.dtype.name for v in eqn.invars if v.aval.dtype.kind in "fV")
         for eqn in trace(fn, *args)
@@ -39,7 +39,7 @@ def input_dtypes(fn: Callable[..., Any], *args: Any, name: str) -> set[str]:
 
 
 def exported_products(fn: Callable[..., Any], *args: Any, platform: str) -> list[tuple[str, str]]:
-    """Operand element types of the matmuls and convolutions in the StableHLO for a platform, lowered from here."""
+    """Operand element types of the products in the StableHLO for a platform, lowered from here."""
     text = jax.export.export(jax.jit(fn), platforms=[platform])(*args).mlir_module()
     found = re.findall(
         r"stablehlo\.(?:dot_general|convolution)\b.*?:\s*\(tensor<([^>]*)>, tensor<([^>]*)>\)", text

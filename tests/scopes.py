@@ -1,4 +1,4 @@
-"""Which module a matmul of a traced program belongs to, read from JAX's name stacks."""
+"""Which module a product of a traced program belongs to, read from JAX's name stacks."""
 
 import re
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from programs import PRODUCTS, trace
 
 
 def product_dtypes_by_scope(fn: Callable[..., Any], *args: Any) -> dict[str, set[str]]:
-    """From the path of each module that has matmuls to the dtypes that their operands take."""
+    """From the path of each module that has products to the dtypes that their operands take."""
     found: dict[str, set[str]] = {}
     for eqn in trace(fn, *args):
         if eqn.primitive.name in PRODUCTS:
