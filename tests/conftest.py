@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import hypothesis
 import jax
-import optimizers
+import promotion
 import pytest
 
 # Tables are as wide as the terminal, which the workers of a parallel run do not have.
@@ -33,7 +33,7 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 # which raises floats to the power of integers and adds to parameters of one dtype updates of another.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-optimizers.use_standard_promotion_in_optax()
+promotion.use_standard_promotion_in_optax()
 
 # What is alive by now stays, and what a traced program leaves behind does not press.
 gc.freeze()
@@ -61,5 +61,5 @@ def optimized_programs() -> Iterator[None]:
 @pytest.fixture
 def standard_promotion() -> Iterator[None]:
     """JAX's standard promotion, which users have, for tests of code that mixes dtypes and ranks on purpose."""
-    with optimizers.standard_promotion():
+    with promotion.standard_promotion():
         yield

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from optimizers import standard_promotion
 from programs import operand_dtypes
+from promotion import standard_promotion
 from trees import floating_arrays, same, trees
 
 import mpjax

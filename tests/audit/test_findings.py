@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from optimizers import standard_promotion
 from planted import line_of, linen_models, nnx_models, plain
+from promotion import standard_promotion
 
 from mpjax._audit.audit import Audit, audit
 

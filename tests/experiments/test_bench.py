@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from optimizers import standard_promotion
+from promotion import standard_promotion
 from tiny import Command
 
 from experiments import bench
