@@ -39,4 +39,5 @@ def use_standard_promotion_in_optax() -> None:
         return new(cls, *(standard(f) if f.__module__.startswith("optax.") else f for f in (init, update)))
 
     optax.GradientTransformation.__new__ = wrapped
+    optax.MultiSteps.update = standard(optax.MultiSteps.update)  # a class of its own
     optax.apply_updates = standard(optax.apply_updates)
