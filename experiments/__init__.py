@@ -5,5 +5,5 @@
     python -m experiments.bench loss_scale
 
 `config` parses what is asked for, `tasks` pairs a model with its data, `loop` trains it, and the
-rest watches and keeps the results. What `bench` measures is in benchmarks/.
+rest watches and stores the results. What `bench` measures is in benchmarks/.
 """

@@ -1,9 +1,11 @@
-"""Runs one model under several policies and collects what came out."""
+"""Runs one model under several policies and collects the results."""
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 from rich.console import Console
@@ -11,10 +13,14 @@ from rich.console import Console
 import mpjax
 from experiments import config, loop, measure, precision, report
 from experiments.errors import UsageError
-from experiments.gates import FAILED_STATUS, parse_gates
+from experiments.gates import FAILED_STATUS, Gate, parse_gates
 from experiments.logging import Display
 from experiments.rundir import to_plain, write_json
 from experiments.tasks import make_optimizer, make_task
+
+Options = config.GPTComparison | config.ResNetComparison
+Results = dict[str, dict[str, Any]]
+"""From the name of a contender to what was measured of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +52,7 @@ CONTENDERS = (
 """The last three show what mixed precision is for: scaled gradients and float32 weights."""
 
 
-def compare(options: config.GPTComparison | config.ResNetComparison) -> int:
+def compare(options: Options) -> int:
     """Trains under every contender, shows the results and returns the exit status of the gates.
 
     Args:
@@ -58,30 +64,8 @@ def compare(options: config.GPTComparison | config.ResNetComparison) -> int:
     console = Console()
     exact = measure.float32_gradients(make_task(options, mpjax.as_policy_map("float32")))
     results = {c.name: _run_all_seeds(c, options, exact, console) for c in CONTENDERS}
-    model = "gpt" if isinstance(options, config.GPTComparison) else "resnet"
-    content = {
-        "model": model,
-        "unit": _UNITS[model],
-        "options": to_plain(options),
-        "jax": jax.__version__,
-        "backend": jax.default_backend(),
-        "results": results,
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    write_json(options.out / "results.json", content)
-    report.plot(content, options.out / "compare.png")
-    console.print(report.table(content, roomy=console.width >= 100))
-    console.print(report.FOOTNOTE, style="dim")
-    where = f"Picture and numbers: {options.out}/compare.png and results.json"
-    console.print(where, highlight=False, soft_wrap=True)
-
-    failures = [
-        failure
-        for gate in gates
-        for contender in CONTENDERS
-        if contender.mixed
-        and (failure := gate.failure(contender.name, results[contender.name], results[FLOAT32]))
-    ]
+    _show(_content(options, results), options.out, console)
+    failures = _failures(gates, results)
     for failure in failures:
         console.print(f"gate failed: {failure}", style="red", highlight=False, soft_wrap=True)
     if gates and not failures:
@@ -89,11 +73,45 @@ def compare(options: config.GPTComparison | config.ResNetComparison) -> int:
     return FAILED_STATUS if failures else 0
 
 
+def _content(options: Options, results: Results) -> dict[str, Any]:
+    """What results.json holds."""
+    model = "gpt" if isinstance(options, config.GPTComparison) else "resnet"
+    return {
+        "model": model,
+        "unit": _UNITS[model],
+        "options": to_plain(options),
+        "jax": jax.__version__,
+        "backend": jax.default_backend(),
+        "results": results,
+    }
+
+
+def _show(content: dict[str, Any], out: Path, console: Console) -> None:
+    """Writes results.json and compare.png, and prints the table."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "results.json", content)
+    report.plot(content, out / "compare.png")
+    console.print(report.table(content, roomy=console.width >= 100))
+    console.print(report.FOOTNOTE, style="dim")
+    where = f"Picture and numbers: {out}/compare.png and results.json"
+    console.print(where, highlight=False, soft_wrap=True)
+
+
+def _failures(gates: list[Gate], results: Results) -> list[str]:
+    """A message for each gate that a mixed policy misses."""
+    mixed = [c.name for c in CONTENDERS if c.mixed]
+    found = [gate.failure(name, results[name], results[FLOAT32]) for gate in gates for name in mixed]
+    return [failure for failure in found if failure]
+
+
 _UNITS = {"gpt": "tokens", "resnet": "images"}
 
 
 def _run_all_seeds(
-    contender: Contender, options: Any, exact: measure.Gradients, console: Console
+    contender: Contender,
+    options: Options,
+    exact: measure.Gradients,
+    console: Console,
 ) -> dict[str, Any]:
     """Results of one contender: mean and spread over the seeds, and the course of the first."""
     policies = mpjax.as_policy_map(contender.policy)
@@ -137,7 +155,7 @@ def _summary(contender: Contender, runs: list[dict[str, Any]]) -> dict[str, Any]
 
 
 class _Watch:
-    """Shows the training, keeps its validation losses and measures what the precision loses.
+    """Shows the training, records its validation losses and measures what the precision loses.
 
     Attributes:
       curve: pairs of step and validation loss.
@@ -156,9 +174,9 @@ class _Watch:
         self._display.update(records[-1], rate, seconds_left)
         self.curve += [(r["step"], _plain(r["val_loss"])) for r in records if "val_loss" in r]
 
-    def state_at(self, state: mpjax.TrainState, batch: Any) -> None:
+    def state_at(self, state: mpjax.TrainState, batch: chex.ArrayTree) -> None:
         self._probes.append(self._probe(state, batch, self._key))
 
 
-def _plain(x: Any) -> float:
+def _plain(x: float | np.floating) -> float:
     return float(x) if math.isfinite(x) else math.nan

@@ -49,7 +49,7 @@ class Training:
     weight_decay: float = 0.05
     """Weight decay of AdamW."""
     clip: float = 1.0
-    """Largest norm of the gradient; a longer one is shortened to it."""
+    """Largest norm of the gradient; larger ones are scaled down to it."""
     seed: int = 0
     """Decides on initial weights, batches and dropout."""
     eval_every: int
@@ -85,41 +85,41 @@ class Run:
     """What a single run adds: its precision and its directory."""
 
     policy: str = "auto"
-    """A string such as p=f32,c=bf16,o=f32; auto, the best for this backend; or a JSON file with a map."""
+    """A string such as p=f32,c=bf16,o=f32; auto for the fastest on this backend; or a JSON file with a map."""
     loss_scale: str = "auto"
     """auto (dynamic if anything computes in float16), none, a number, or dynamic."""
     out: Path
     """Directory for config.json, metrics.jsonl, checkpoints/ and plots/."""
     resume: Literal["auto", "must", "never"] = "auto"
-    """Go on from the last checkpoint: auto if there is one, must or fail, never but replace the run."""
+    """Go on from the last checkpoint: auto: if there is one; must: fail without one; never: replace the run."""
     checkpoint_every: int = 200
-    """Steps from one checkpoint to the next; the last three are kept, and the best by validation loss."""
+    """Steps from one checkpoint to the next; the last three stay, and the best by validation loss."""
     log_every: int = 10
-    """Steps from one look at the metrics to the next."""
+    """Steps between reads of the metrics, for which the host waits."""
     audit: bool = False
-    """Print what precision the train step really runs in, and what is wrong with it; do not train."""
+    """Print in which precision the train step runs, and what is wrong with it; do not train."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """What happens when precision fails: a loss or, in spite of the loss scale, gradients that are not finite."""
+    """What happens when training diverges: the loss, or in spite of the loss scale the gradients, are not finite."""
 
     on_divergence: Literal["raise", "fallback"] = "raise"
     """raise: end with an error; fallback: go on from the last good checkpoint under --fallback-policy."""
     fallback_policy: str = "float32"
     """What --on-divergence fallback goes on under, as --policy takes it."""
     max_skipped: int = 20
-    """Skipped steps in a row that are one too many."""
+    """Number of skipped steps in a row that counts as divergence."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Devices:
-    """On what a run is trained; another mesh may go on with it."""
+    """What a run is trained on; it may be resumed on another mesh."""
 
     mesh: str = ""
     """Such as data=4,model=2: data cuts the batch, fsdp batch and parameters, model parameters; else one device."""
     virtual_devices: int | None = None
-    """Makes that many devices out of this CPU, to try a mesh."""
+    """Split this CPU into that many devices, to try a mesh."""
     processes: str = "1"
     """Processes of this run, each started with the same command; auto asks Cloud TPU, SLURM or MPI."""
     process_id: int | None = None
@@ -153,7 +153,7 @@ class Comparison:
     out: Path
     """Directory for results.json and compare.png."""
     log_every: int = 10
-    """Steps from one look at the metrics to the next."""
+    """Steps between reads of the metrics, for which the host waits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ _EXTRA = {
 
 
 class UsageError(ValueError):
-    """What was asked for cannot be done; the message says what would."""
+    """The request cannot be met; the message says what can."""
 
 
 class Failure(RuntimeError):

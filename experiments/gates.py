@@ -1,4 +1,4 @@
-"""Targets that a mixed policy has to meet, measured against float32."""
+"""Targets that a mixed policy has to meet, relative to float32."""
 
 import dataclasses
 from collections.abc import Sequence

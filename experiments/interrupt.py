@@ -45,7 +45,7 @@ class Stop:
         if jax.process_count() == 1:
             return self.requested
         if step % self._every == 0:
-            # What comes in meanwhile is for the next time, and must not be lost.
+            # A request that arrives meanwhile is taken up at the next agreement and must not be lost.
             return processes.any_process(self.requested)
         return False
 

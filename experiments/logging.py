@@ -1,4 +1,4 @@
-"""What a person sees while a model trains, and the file that keeps every step."""
+"""What a person sees while a model trains, and the file that records every step."""
 
 import json
 import math
@@ -27,12 +27,12 @@ class MetricsFile:
           after: step that was restored. A run that was killed has written steps beyond its last
             checkpoint, which are going to be taken again, and perhaps half a line.
         """
-        kept = [record for record in read_metrics(path) if record["step"] <= after]
-        path.write_text("".join(_to_line(record) for record in kept))
+        whole = [record for record in read_metrics(path) if record["step"] <= after]
+        path.write_text("".join(_to_line(record) for record in whole))
         self._file = path.open("a")
 
     def write(self, records: list[Record]) -> None:
-        """Appends records and hands them to the operating system."""
+        """Appends records and flushes them."""
         self._file.write("".join(_to_line(record) for record in records))
         self._file.flush()
 
@@ -97,7 +97,7 @@ class Display:
         self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def update(self, record: Record, rate: float, seconds_left: float) -> None:
-        """Shows the newest step, with a line that stays where there was a validation."""
+        """Shows the newest step; a validation gets a line of its own, which stays."""
         fields = [
             f"{record['step']:>{len(str(self.steps))}}/{self.steps}",
             f"loss {record['loss']:.3f}",

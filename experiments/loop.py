@@ -5,7 +5,9 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import chex
 import jax
+import numpy as np
 import optax
 
 import mpjax
@@ -13,6 +15,9 @@ from experiments.placement import Placement
 from experiments.tasks import Task
 
 Record = dict[str, Any]
+Step = Callable[
+    [mpjax.TrainState, chex.ArrayTree, chex.PRNGKey], tuple[mpjax.TrainState, dict[str, jax.Array]]
+]
 ONE_DEVICE = Placement()
 
 
@@ -22,7 +27,7 @@ class Observer(Protocol):
     def logged(self, records: list[Record], rate: float, seconds_left: float) -> None:
         """A few more steps are done; `rate` is in units/s."""
 
-    def state_at(self, state: mpjax.TrainState, batch: Any) -> None:
+    def state_at(self, state: mpjax.TrainState, batch: chex.ArrayTree) -> None:
         """The state after a validation, with the batch that comes next."""
 
 
@@ -69,17 +74,21 @@ def create_state(
     )
 
 
-def make_step(task: Task, accumulate_steps: int, shardings: Any = None) -> jax.stages.Wrapped:
+def make_step(
+    task: Task, accumulate_steps: int, shardings: chex.ArrayTree | None = None
+) -> jax.stages.Wrapped:
     """Returns `(state, batch, key) -> (state, metrics)`, jitted, which donates its state.
 
     Args:
       task: model and data.
       accumulate_steps: microbatches per step.
-      shardings: where the state lies and stays, if it is on a mesh.
+      shardings: of the state, which the step retains; None without a mesh.
     """
     step = mpjax.make_train_step(task.loss, accumulate_steps=accumulate_steps, has_model_state=True)
 
-    def train_step(state: mpjax.TrainState, batch: Any, key: jax.Array) -> Any:
+    def train_step(
+        state: mpjax.TrainState, batch: chex.ArrayTree, key: chex.PRNGKey
+    ) -> tuple[mpjax.TrainState, dict[str, jax.Array]]:
         return step(state, batch, jax.random.fold_in(key, state.step))
 
     out: dict[str, Any] = {} if shardings is None else {"out_shardings": (shardings, None)}
@@ -89,10 +98,10 @@ def make_step(task: Task, accumulate_steps: int, shardings: Any = None) -> jax.s
 def compile_step(
     task: Task,
     state: mpjax.TrainState,
-    key: jax.Array,
+    key: chex.PRNGKey,
     accumulate_steps: int,
     placement: Placement = ONE_DEVICE,
-) -> Callable[..., Any]:
+) -> Step:
     """Compiles the step of `make_step`.
 
     Args:
@@ -100,7 +109,7 @@ def compile_step(
       state: decides on shapes and dtypes.
       key: every step folds its own number into it.
       accumulate_steps: microbatches per step.
-      placement: where state and key lie, and the batches are going to.
+      placement: where state, key and batches are placed.
     """
     step = make_step(task, accumulate_steps, placement.shardings(state))
     return step.lower(state, placement.batch(task, 0, 0), key).compile()
@@ -108,9 +117,9 @@ def compile_step(
 
 def train(
     task: Task,
-    step: Callable[..., Any],
+    step: Step,
     state: mpjax.TrainState,
-    key: jax.Array,
+    key: chex.PRNGKey,
     *,
     seed: int,
     steps: int,
@@ -132,9 +141,9 @@ def train(
       steps: number of the last step.
       intervals: how often to log, validate and save.
       observer: is told what happens.
-      placement: where state and key lie, and the batches are going to.
+      placement: where state, key and batches are placed.
       save: stores a state, with the validation of its step; called at checkpoints, at the end and when stopped.
-      check: raises if what was logged gives no reason to go on.
+      check: raises if what was logged shows that training has diverged.
       stop: asked after every step, by its number, whether to end early.
     """
     done = first = int(state.step)
@@ -150,7 +159,7 @@ def train(
         checkpoint = intervals.checkpoint is not None and done % intervals.checkpoint == 0
         due = last or evaluate or checkpoint or done % intervals.log == 0
         if due:
-            # The only place where the host waits for the device; before `stop`, in which processes may
+            # Here alone the host waits for the device: before `stop`, in which processes may
             # agree, as a reduction that overtook those of the steps would wait for ever.
             jax.block_until_ready(pending)
         stopped = stop(done)
@@ -176,7 +185,7 @@ def train(
     return Outcome(state, done == steps, rate, seconds, validation if done == steps else {})
 
 
-def _to_records(metrics: list[dict[str, Any]], before: int, skipped: int) -> list[Record]:
+def _to_records(metrics: list[dict[str, np.ndarray]], before: int, skipped: int) -> list[Record]:
     """One record per step, of plain numbers.
 
     Args:

@@ -1,12 +1,13 @@
-"""Where things lie on a mesh of devices. The rules look at shapes alone, so that models need to know nothing.
+"""Places states and batches on a mesh of devices. The rules look at shapes alone, so that models name no axis.
 
 Axes of a mesh are `data` (cuts the batch), `fsdp` (cuts the batch, and parameters with all that mirrors them) and
-`model` (cuts parameters only, and with them the products).
+`model` (cuts parameters only, and with them the matmuls).
 """
 
 import math
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
@@ -34,14 +35,14 @@ class Placement:
     def __str__(self) -> str:
         return "" if self.mesh is None else ",".join(f"{axis}={n}" for axis, n in self.mesh.shape.items())
 
-    def state(self, state: Any) -> Any:
+    def state(self, state: chex.ArrayTree) -> chex.ArrayTree:
         """A state on the mesh: of arrays with two axes and more, the largest axes are cut."""
         if self.mesh is None:
             return state
         return jax.tree.map(lambda x: self._put(x, self._parameter_spec(x.shape)), state)
 
-    def shardings(self, state: Any) -> Any:
-        """Where a state on the mesh lies, for `jax.jit` to leave it there; None without a mesh."""
+    def shardings(self, state: chex.ArrayTree) -> chex.ArrayTree:
+        """The shardings of a state on the mesh, for `jax.jit` to retain; None without a mesh."""
         return None if self.mesh is None else jax.tree.map(lambda x: x.sharding, state)
 
     def key(self, key: jax.Array) -> jax.Array:
@@ -50,28 +51,28 @@ class Placement:
             return key
         return jax.random.wrap_key_data(self._put(jax.random.key_data(key), P()))
 
-    def batch(self, task: Task, seed: int, step: int) -> Any:
+    def batch(self, task: Task, seed: int, step: int) -> chex.ArrayTree:
         """The batch of a step, of which each process has read its own rows only."""
         if self.mesh is None:
             return task.batch(seed, step)
         size = task.batch_size
         sharding = NamedSharding(self.mesh, self._batch_spec)
-        places: Any = sharding.addressable_devices_indices_map((size,)).values()
-        parts = {(rows.start or 0, rows.stop or size) for (rows,) in places}
+        indices: Any = sharding.addressable_devices_indices_map((size,)).values()
+        parts = {(rows.start or 0, rows.stop or size) for (rows,) in indices}
         rows = np.concatenate([np.arange(*part) for part in sorted(parts)])
         return jax.tree.map(
             lambda x: jax.make_array_from_process_local_data(sharding, x, (size, *x.shape[1:])),
             task.batch(seed, step, rows),
         )
 
-    def examples(self, x: np.ndarray) -> Any:
+    def examples(self, x: np.ndarray) -> chex.Array:
         """Examples that every process has, cut like a batch where their number allows it."""
         if self.mesh is None:
             return x
         cut = len(x) % math.prod(self.mesh.shape[a] for a in self._batch_axes) == 0
         return self._put(x, self._batch_spec if cut else P())
 
-    def gathered(self, tree: Any) -> Any:
+    def gathered(self, tree: chex.ArrayTree) -> chex.ArrayTree:
         """Arrays on the mesh as arrays of this process alone."""
         if self.mesh is None:
             return tree
@@ -102,7 +103,7 @@ class Placement:
                 spec[max(free, key=lambda i: (shape[i], i))] = axis
         return P(*spec)
 
-    def _put(self, x: Any, spec: P) -> jax.Array:
+    def _put(self, x: chex.Array, spec: P) -> jax.Array:
         """An array that every process has whole, on the mesh; each device takes its part."""
         assert self.mesh is not None
         whole = np.asarray(x)
@@ -131,7 +132,7 @@ def make_mesh(text: str, batch_size: int, accumulate_steps: int) -> jax.sharding
     if count > len(devices) or (jax.process_count() > 1 and count != len(devices)):
         hint = "" if jax.process_count() > 1 else f", or try it on a CPU with --virtual-devices {count}"
         raise UsageError(
-            f"--mesh {text} has {count} places for {len(devices)} devices; make the product of its sizes "
+            f"--mesh {text} asks for {count} devices, there are {len(devices)}; make its sizes multiply to "
             f"{len(devices)}{hint}"
         )
     cuts = math.prod(shape.get(axis, 1) for axis in BATCH_AXES)

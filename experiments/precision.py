@@ -1,4 +1,4 @@
-"""From the words of the command line to a policy map and a loss scale."""
+"""Parses the policy map and the loss scale of the command line."""
 
 import json
 import math

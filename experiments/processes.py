@@ -3,17 +3,18 @@
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 import numpy as np
 
+from experiments import config
 from experiments.errors import FAILURE_STATUS, UsageError
 
 _IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 
 
-def set_up(options: Any) -> None:
+def set_up(options: config.Devices) -> None:
     """Makes virtual devices and joins the other processes, before JAX looks for devices.
 
     Args:
@@ -87,7 +88,7 @@ def _join(coordinator: str | None, count: int | None, process_id: int | None) ->
     # On a CPU, XLA starts collectives of one program side by side, which processes then may meet in different
     # orders and wait for each other for ever, once a mesh has several axes.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_IN_ORDER}".strip()
-    # SIGTERM is ours: see `Stop`. JAX would take it over, for its own way to agree on a step.
+    # `Stop` handles SIGTERM. JAX would otherwise handle it to agree on a step in its own way.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(coordinator, count, process_id)
 

@@ -1,8 +1,9 @@
-"""From where a run goes on: its last checkpoint, or the last good one under a safer policy."""
+"""Where a run resumes: at its last checkpoint, or at the last good one under a safer policy."""
 
 import errno
 from typing import Any
 
+import chex
 import jax
 
 import mpjax
@@ -14,7 +15,7 @@ from mpjax.divergence import nonfinite_paths
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """Of an OSError that freeing some space would have prevented."""
 Fallback = dict[str, Any]
-"""Under which policy a run went on, from which step, and why."""
+"""The policy that a run fell back to, from which step, and why."""
 
 
 class Recovery:
@@ -31,7 +32,7 @@ class Recovery:
         validation: dict[str, float],
         fallback: Fallback | None,
     ) -> None:
-        """Begins to save all that decides how training goes on."""
+        """Begins to save everything that training needs to resume."""
         self._checkpoints.save(
             state,
             # Batches depend on seed and step alone, so that the step is the position in the data as well.
@@ -41,7 +42,7 @@ class Recovery:
         )
 
     def settle(self) -> str | None:
-        """Waits for the save under way; returns what went wrong with the last, which has been told already."""
+        """Waits for the save under way; returns the error of the last one, which was reported already."""
         try:
             self._checkpoints.wait()
         except CheckpointError as e:
@@ -105,5 +106,5 @@ class Recovery:
             ) from None
 
 
-def _extra(key: jax.Array) -> dict[str, Any]:
+def _extra(key: chex.PRNGKey) -> dict[str, chex.ArrayTree]:
     return {"rng": key, "data_position": 0}

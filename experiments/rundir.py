@@ -1,4 +1,4 @@
-"""The directory of a run: its config, and whether it may be gone on with."""
+"""The directory of a run: its config, and whether it may be resumed."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 from experiments.errors import UsageError
 
-# These say where a run goes and how it is watched, not what comes out of it.
+# These change where a run writes and how it is watched, not its results.
 _NOT_COMPARED = {
     *("out", "resume", "checkpoint_every", "log_every"),
     *("mesh", "virtual_devices", "processes", "process_id", "coordinator"),

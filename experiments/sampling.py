@@ -1,8 +1,8 @@
-"""Lets a byte-level model go on with a text."""
+"""Samples a continuation of a text from a byte-level model."""
 
 from collections.abc import Callable
-from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +11,8 @@ TEMPERATURE = 0.7
 
 
 def continue_text(
-    forward: Callable[[Any, jax.Array], jax.Array],
-    params: Any,
+    forward: Callable[[chex.ArrayTree, jax.Array], jax.Array],
+    params: chex.ArrayTree,
     prompt: np.ndarray,
     key: jax.Array,
     length: int,
@@ -29,7 +29,7 @@ def continue_text(
       temperature: below 1 prefers likely bytes.
     """
 
-    def write(params: Any, window: jax.Array, key: jax.Array) -> jax.Array:
+    def write(params: chex.ArrayTree, window: jax.Array, key: jax.Array) -> jax.Array:
         def one_byte(window: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
             logits = forward(params, window[None])[0, -1]
             byte = jax.random.categorical(key, logits / temperature).astype(window.dtype)

@@ -6,10 +6,11 @@ import os
 import shlex
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
+import chex
 import jax
 from rich.console import Console
 from rich.text import Text
@@ -31,10 +32,10 @@ class Session:
     """A run, from its options to its exit status.
 
     Attributes:
-      directory: where it keeps its results.
+      directory: where it writes its results.
       task: model and data.
-      state: before the next step, where `placement` wants it.
-      fallback: what it goes on under after it diverged, if it did.
+      state: before the next step, on the devices of `placement`.
+      fallback: the policy and step with which it goes on after it diverged, if it did.
     """
 
     task: Task
@@ -47,7 +48,7 @@ class Session:
 
         Args:
           options: what to train, and how.
-          argv: the command line they came from, to tell how to go on.
+          argv: the command line that they were parsed from, to tell how to resume.
 
         Raises:
           UsageError: if a policy, the data, the mesh or the directory cannot be used.
@@ -204,7 +205,7 @@ class Session:
                 self._say = self._print
         return outcome, sizes
 
-    def _make_check(self) -> Any:
+    def _make_check(self) -> Callable[[mpjax.TrainState, list[loop.Record]], None]:
         """A check of what was logged that raises if training has diverged, and says where."""
         options = self.options
         monitor = DivergenceMonitor.for_loss_scale(self.state.loss_scale, max_skipped=options.max_skipped)
@@ -280,7 +281,7 @@ class Session:
 
 
 class _Watch:
-    """Shows what the loop reports, and keeps it."""
+    """Shows and stores what the loop reports."""
 
     def __init__(
         self, display: Display, metrics: MetricsFile, recovery: Recovery, fallback: Fallback | None
@@ -295,7 +296,7 @@ class _Watch:
         self._metrics.write([record | self._marks for record in records])
         self._display.update(records[-1], rate, seconds_left)
 
-    def state_at(self, state: mpjax.TrainState, batch: Any) -> None:
+    def state_at(self, state: mpjax.TrainState, batch: chex.ArrayTree) -> None:
         del state, batch
 
 
@@ -330,7 +331,7 @@ def command_to_go_on(argv: Sequence[str]) -> str:
 
 
 def _make(
-    options: Any, policies: mpjax.PolicyMap, loss_scale: mpjax.LossScale
+    options: config.GPTRun | config.ResNetRun, policies: mpjax.PolicyMap, loss_scale: mpjax.LossScale
 ) -> tuple[Task, mpjax.TrainState]:
     """Task and initial state; that is where patterns meet their modules."""
     try:

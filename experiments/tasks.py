@@ -1,9 +1,10 @@
-"""A task pairs a model with its data. The loop, and `compare`, know nothing else of either."""
+"""A task pairs a model with its data. The loop and `compare` need nothing else."""
 
 import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +19,8 @@ from experiments.sampling import continue_text, count_letters, to_text
 VALIDATION_WINDOWS = 256
 EXAMPLES_PER_EVALUATION = 64
 SAMPLE_LENGTH = 600
-Place = Callable[[np.ndarray], Any]
+Place = Callable[[np.ndarray], chex.Array]
+LossAndAux = tuple[jax.Array, tuple[chex.ArrayTree | None, dict[str, jax.Array]]]
 
 
 class Task(Protocol):
@@ -38,20 +40,24 @@ class Task(Protocol):
     policies: mpjax.PolicyMap
     fingerprint: str
 
-    def init(self, seed: int) -> tuple[Any, Any]:
+    def init(self, seed: int) -> tuple[chex.ArrayTree, chex.ArrayTree | None]:
         """Initial parameters and model state."""
 
-    def loss(self, params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[Any, Any]:
-        """`(loss, (model_state, metrics))`, as `mpjax.make_train_step` wants it."""
+    def loss(
+        self, params: chex.ArrayTree, model_state: chex.ArrayTree, batch: chex.ArrayTree, rng: chex.PRNGKey
+    ) -> LossAndAux:
+        """`(loss, (model_state, metrics))`, as `mpjax.make_train_step` asks for."""
 
-    def batch(self, seed: int, step: int, rows: data.Rows = slice(None)) -> Any:
+    def batch(self, seed: int, step: int, rows: data.Rows = slice(None)) -> chex.ArrayTree:
         """The batch of a step, or some of its rows."""
 
-    def evaluate(self, params: Any, model_state: Any, place: Place = np.asarray) -> dict[str, float]:
-        """`val_loss` and `val_accuracy`; `place` puts examples where the devices want them."""
+    def evaluate(
+        self, params: chex.ArrayTree, model_state: chex.ArrayTree, place: Place = np.asarray
+    ) -> dict[str, float]:
+        """`val_loss` and `val_accuracy`; `place` puts examples on the devices."""
 
-    def sample(self, params: Any, seed: int) -> tuple[str, str] | None:
-        """A beginning and how the model goes on with it, if it writes."""
+    def sample(self, params: chex.ArrayTree, seed: int) -> tuple[str, str] | None:
+        """A prompt and the model's continuation, or None if the model does not generate text."""
 
 
 @mpjax.full_precision
@@ -85,7 +91,9 @@ class GPTTask:
     def init(self, seed: int) -> tuple[nnx.State, None]:
         return self._make(seed)[1], None
 
-    def loss(self, params: Any, model_state: None, batch: Any, rng: Any) -> tuple[Any, Any]:
+    def loss(
+        self, params: chex.ArrayTree, model_state: None, batch: jax.Array, rng: chex.PRNGKey
+    ) -> LossAndAux:
         tokens = batch
         key = rng if self.options.model.dropout else None
         loss, accuracy = cross_entropy(self._model(params)(tokens[:, :-1], key), tokens[:, 1:])
@@ -95,31 +103,33 @@ class GPTTask:
         options = self.options
         return self.text.batch(seed, step, options.batch_size, options.model.context, rows)
 
-    def evaluate(self, params: Any, model_state: None = None, place: Place = np.asarray) -> dict[str, float]:
+    def evaluate(
+        self, params: chex.ArrayTree, model_state: None = None, place: Place = np.asarray
+    ) -> dict[str, float]:
         windows = self.text.validation_windows(self.options.model.context, VALIDATION_WINDOWS)
         return _average(functools.partial(self._evaluate, params), place, windows)
 
-    def sample(self, params: Any, seed: int) -> tuple[str, str]:
+    def sample(self, params: chex.ArrayTree, seed: int) -> tuple[str, str]:
         windows = self.text.validation_windows(self.options.model.context, VALIDATION_WINDOWS)
         prompt = max(windows[:, 1:], key=count_letters)
 
-        def forward(params: Any, tokens: jax.Array) -> jax.Array:
+        def forward(params: chex.ArrayTree, tokens: jax.Array) -> jax.Array:
             return self._model(params)(tokens)
 
         forward = mpjax.autocast(forward, self.policies)
         written = continue_text(forward, params, prompt, jax.random.key(seed), SAMPLE_LENGTH)
         return to_text(prompt), to_text(written)
 
-    def _make(self, seed: int) -> tuple[Any, Any, Any]:
-        """What stays the same in every seed, the parameters, and the rest."""
+    def _make(self, seed: int) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
+        """The graph, the parameters, and the rest of the state."""
         model = GPT(self.options.model, rngs=nnx.Rngs(seed))
         parts: Any = nnx.split(mpjax.nnx.apply_policy(model, self.policies), nnx.Param, ...)
         return parts
 
-    def _model(self, params: Any) -> GPT:
+    def _model(self, params: chex.ArrayTree) -> GPT:
         return nnx.merge(self.graphdef, params, self.rest)
 
-    def _validation_metrics(self, params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _validation_metrics(self, params: chex.ArrayTree, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         return cross_entropy(self._model(params)(tokens[:, :-1]), tokens[:, 1:])
 
 
@@ -138,11 +148,13 @@ class ResNetTask:
         self._init = jax.jit(mpjax.autocast(self.model.init, policies, cast_output=False))
         self._evaluate = jax.jit(mpjax.autocast(self._validation_metrics, policies))
 
-    def init(self, seed: int) -> tuple[Any, Any]:
+    def init(self, seed: int) -> tuple[chex.ArrayTree, chex.ArrayTree | None]:
         variables = self._init(jax.random.key(seed), self.digits.images[:1])
         return variables["params"], variables["batch_stats"]
 
-    def loss(self, params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[Any, Any]:
+    def loss(
+        self, params: chex.ArrayTree, model_state: chex.ArrayTree, batch: chex.ArrayTree, rng: chex.PRNGKey
+    ) -> LossAndAux:
         del rng  # nothing in the model is random
         images, labels = batch
         variables = {"params": params, "batch_stats": model_state}
@@ -153,15 +165,17 @@ class ResNetTask:
     def batch(self, seed: int, step: int, rows: data.Rows = slice(None)) -> tuple[np.ndarray, np.ndarray]:
         return self.digits.batch(seed, step, self.options.batch_size, self.options.data.shift, rows)
 
-    def evaluate(self, params: Any, model_state: Any, place: Place = np.asarray) -> dict[str, float]:
+    def evaluate(
+        self, params: chex.ArrayTree, model_state: chex.ArrayTree, place: Place = np.asarray
+    ) -> dict[str, float]:
         evaluate = functools.partial(self._evaluate, params, model_state)
         return _average(evaluate, place, self.digits.test_images, self.digits.test_labels)
 
-    def sample(self, params: Any, seed: int) -> None:
+    def sample(self, params: chex.ArrayTree, seed: int) -> None:
         del params, seed
 
     def _validation_metrics(
-        self, params: Any, model_state: Any, images: jax.Array, labels: jax.Array
+        self, params: chex.ArrayTree, model_state: chex.ArrayTree, images: jax.Array, labels: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         variables = {"params": params, "batch_stats": model_state}
         logits: Any = self.model.apply(variables, images)
@@ -196,7 +210,9 @@ def make_optimizer(options: config.Training) -> optax.GradientTransformation:
     )
 
 
-def _average(evaluate: Any, place: Place, *arrays: np.ndarray) -> dict[str, float]:
+def _average(
+    evaluate: Callable[..., tuple[jax.Array, jax.Array]], place: Place, *arrays: np.ndarray
+) -> dict[str, float]:
     """Loss and accuracy over all examples, in batches of equal size but for the last."""
     total, count = np.zeros(2), len(arrays[0])
     for start in range(0, count, EXAMPLES_PER_EVALUATION):

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 import hypothesis
 import jax
-import optax
+import promotion
 import pytest
-from optimizers import standard
 
 # Tables are as wide as the terminal, which the workers of a parallel run do not have.
 os.environ["COLUMNS"] = "120"
@@ -29,6 +28,12 @@ jax.config.update(
     "jax_compilation_cache_dir", str(pathlib.Path(__file__).parent.parent / ".pytest_cache" / "jax")
 )
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+# A silent upcast between arrays, or a silent broadcast to another rank, is an error; but not in what optax computes,
+# which raises floats to the power of integers and adds to parameters of one dtype updates of another.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+promotion.use_standard_promotion_in_optax()
 
 # What is alive by now stays, and what a traced program leaves behind does not press.
 gc.freeze()
@@ -54,13 +59,7 @@ def optimized_programs() -> Iterator[None]:
 
 
 @pytest.fixture
-def strict_promotion() -> Iterator[None]:
-    """Turns a silent upcast between arrays in the library's own arithmetic into an error."""
-    with jax.numpy_dtype_promotion("strict"):
+def standard_promotion() -> Iterator[None]:
+    """JAX's standard promotion, which users have, for tests of code that mixes dtypes and ranks on purpose."""
+    with promotion.standard_promotion():
         yield
-
-
-@pytest.fixture
-def strict_promotion_but_optax(strict_promotion: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same for code that calls optax, whose own arithmetic mixes dtypes; see `lenient`."""
-    monkeypatch.setattr(optax, "apply_updates", standard(optax.apply_updates))

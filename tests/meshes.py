@@ -68,12 +68,12 @@ def loss(
 ) -> jax.Array:
     """The mean squared error of two layers, split between them over `model_axis` if there is one."""
     del rng
-    hidden = batch["x"] @ params["in"] + params["bias"]
+    hidden = batch["x"] @ params["in"] + params["bias"][None]
     hidden = jnp.tanh(faulty(hidden, batch["fault"]))
     out = jnp.matmul(hidden, params["out"], out_sharding=out_spec)
     if model_axis is not None:
         out = lax.psum(out, model_axis)
-    return jnp.mean((out.astype(jnp.float32) + params["shift"] - batch["y"]) ** 2)
+    return jnp.mean((out.astype(jnp.float32) + params["shift"][None] - batch["y"]) ** 2)
 
 
 def create(
@@ -138,11 +138,13 @@ class Way:
             self.put = lambda batch: {k: x.reshape(DEVICES, -1, *x.shape[1:]) for k, x in batch.items()}
             self.step = jax.pmap(step, axis_name="data", donate_argnums=0)
         else:
-            partial = how.startswith("partial")  # the data's axis by hand, the model's left to the compiler
+            partial = how.startswith(
+                "partial"
+            )  # the data's axis is manual, the model's is left to the compiler
             split = functools.partial(loss_fn, model_axis="model") if model > 1 and not partial else loss_fn
             step = self._counted(mpjax.make_train_step(split, axis_name="data", **options))
             state_specs = jax.tree.map(lambda s: P() if partial else s.spec, shardings(self.state))
-            by_hand = {"axis_names": {"data"}} if partial else {}
+            manual = {"axis_names": {"data"}} if partial else {}
 
             def run(state: Any, batch: Any) -> Any:
                 return jax.shard_map(
@@ -151,7 +153,7 @@ class Way:
                     in_specs=(state_specs, dict.fromkeys(batch_specs, P("data")) if partial else batch_specs),
                     out_specs=(state_specs, P()),
                     check_vma="without checks" not in how,
-                    **by_hand,
+                    **manual,
                 )(state, batch)
 
             self.step = jax.jit(run, donate_argnums=0, out_shardings=(shardings(self.state), None))

@@ -1,30 +1,7 @@
-"""Optimizers of optax, whose own arithmetic mixes dtypes, for tests that run under strict promotion."""
-
-import functools
-from collections.abc import Callable
-from typing import Any
+"""Optimizers of optax."""
 
 import jax
 import optax
-
-
-def standard(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f` under JAX's standard promotion."""
-
-    @functools.wraps(f)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with jax.numpy_dtype_promotion("standard"):
-            return f(*args, **kwargs)
-
-    return run
-
-
-@functools.cache
-def lenient(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`tx` under JAX's standard promotion."""
-    tx = optax.with_extra_args_support(tx)
-    return optax.GradientTransformationExtraArgs(standard(tx.init), standard(tx.update))
-
 
 EVERY = {
     "adam": lambda: optax.adam(1e-2),

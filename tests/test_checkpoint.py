@@ -159,7 +159,7 @@ def test_a_restored_state_runs_in_the_program_compiled_for_a_new_one(tmp_path: P
     assert step._cache_size() == 1
 
     # Elsewhere it goes along, as a new one does.
-    batch = jax.device_put(jnp.ones(4), jax.devices()[1])
+    batch = jax.device_put(jnp.ones(4, jnp.int32), jax.devices()[1])
     assert (restored[0].step + batch).devices() == {jax.devices()[1]}
 
 
@@ -380,6 +380,7 @@ def test_a_missing_orbax_names_the_extra(tmp_path: Path, monkeypatch: pytest.Mon
         Checkpoints(tmp_path)
 
 
+@pytest.mark.usefixtures("standard_promotion")  # as users run it
 def test_the_code_of_the_page_on_checkpoints_runs_from_top_to_bottom(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -14,6 +14,7 @@ from flax import nnx
 
 import mpjax
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # as users run them
 MODULES = sorted(m.name for m in pkgutil.walk_packages(mpjax.__path__, "mpjax."))
 GLOBALS = {"mpjax": mpjax, "jax": jax, "jnp": jnp, "np": np, "optax": optax, "nn": nn, "nnx": nnx}
 

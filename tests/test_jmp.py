@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from programs import operand_dtypes
+from promotion import standard_promotion
 from trees import floating_arrays, same, trees
 
 import mpjax
@@ -101,7 +102,8 @@ def _cases_of_jmp() -> list:
     return [pytest.param(t, id=t._testMethodName) for t in tests if t._testMethodName not in DIFFERENT]
 
 
-# A test of jmp's computes what it expects in numpy, which overflows.
+# Tests of jmp's compare trees of two dtypes, and one computes what it expects in numpy, which overflows.
+@pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("case", _cases_of_jmp())
 def test_jmps_own_tests_pass_with_mpjax_in_its_place(case):
@@ -236,8 +238,10 @@ def test_a_static_scale_has_no_leaves():
 def test_a_dynamic_scale_follows_jmps_over_any_sequence(finite, period, factor, minimum):
     args = (jnp.float32(2.0**12), jnp.int32(0), period, factor, jnp.float32(minimum))
     ours, theirs = mpjax.DynamicLossScale(*args), jmp.DynamicLossScale(*args)
-    for verdict in finite:
-        ours, theirs = (scale.adjust(jnp.bool_(verdict)) for scale in (ours, theirs))
+    for flag in finite:
+        ours = ours.adjust(jnp.bool_(flag))
+        with standard_promotion():  # jmp multiplies an int by a bool
+            theirs = theirs.adjust(jnp.bool_(flag))
         assert float(ours.loss_scale) == float(theirs.loss_scale)
         assert int(ours.counter) == int(theirs.counter)
 
@@ -294,7 +298,7 @@ def test_a_static_int_scale_is_taken_in_silence(lib):
 
 
 @BOTH
-def test_a_verdict_that_is_no_scalar_is_an_assertion_error(lib):
+def test_a_finite_flag_that_is_no_scalar_is_an_assertion_error(lib):
     with pytest.raises(AssertionError, match="Expected boolean scalar"):
         lib.DynamicLossScale(4.0).adjust(jnp.ones(1, bool))
 
@@ -314,7 +318,7 @@ arrays_of_numbers = st.builds(
 
 
 @given(trees(arrays_of_numbers))
-def test_all_finite_gives_jmps_verdict(tree):
+def test_all_finite_decides_as_jmp_does(tree):
     ours = mpjax.all_finite(tree)
     assert same(ours, jmp.all_finite(tree))
 
@@ -328,6 +332,7 @@ def test_select_tree_selects_as_jmp_does(tree, pred):
     assert same(jax.tree.map(jnp.asarray, ours), jax.tree.map(jnp.asarray, tree if pred else other))
 
 
+@pytest.mark.usefixtures("standard_promotion")  # jmp multiplies an int by a bool
 def test_jmps_training_loop_runs_unchanged():
     def train(lib):
         policy = lib.get_policy("params=float32,compute=float16,output=float32")

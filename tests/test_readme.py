@@ -3,6 +3,9 @@
 import pathlib
 import re
 
+import pytest
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # as users run it
 ROOT = pathlib.Path(__file__).parent.parent
 README = ROOT / "README.md"
 

@@ -84,7 +84,7 @@ def test_a_train_step_traces_once():
 
 def test_a_state_that_changes_its_dtype_is_named():
     def step(state, x):
-        return {"w": state["w"], "mean": state["mean"] * 0.9 + x.mean()}, x.sum()
+        return {"w": state["w"], "mean": state["mean"].astype(jnp.float32) * 0.9 + x.mean()}, x.sum()
 
     state = {"w": W, "mean": jnp.zeros([], jnp.bfloat16)}
     with pytest.raises(AssertionError) as caught:

@@ -1,4 +1,4 @@
-"""Runs the suite that was asked for, prints it and writes it down."""
+"""Runs a suite, prints its results and writes them to files."""
 
 import dataclasses
 import importlib.metadata
@@ -12,11 +12,12 @@ import tyro
 from rich.console import Console
 
 from experiments.benchmarks import gpu, options, show, suites
+from experiments.benchmarks.timing import Row
 from experiments.errors import UsageError
 from experiments.rundir import write_json
 from mpjax._precision import cpu_lowering
 
-RUN: dict[type[options.Suite], Callable[..., list[Any]]] = {
+RUN: dict[type[options.Suite], Callable[..., list[Row]]] = {
     options.LossScale: suites.loss_scale,
     options.GPT: suites.gpt,
     options.ResNet: suites.resnet,
@@ -34,40 +35,44 @@ def bench(argv: Sequence[str], description: str) -> int:
       argv: the command line after the program's name.
       description: what `--help` says first.
     """
+    suite = _parse(argv, description)
+    if isinstance(suite, options.Scaling):
+        _ask_for_devices(max(suite.devices))
+    console = Console()
+    rows = RUN[type(suite)](
+        suite, lambda text: console.print(text, style="dim", highlight=False, markup=False)
+    )
+    name = next(name for name, cls in options.SUITES.items() if type(suite) is cls)
+    content = {"suite": name, "options": dataclasses.asdict(suite), "machine": machine(), "rows": rows}
+    _show(show.to_json(content), suite.out, console)
+    return 0
+
+
+def _parse(argv: Sequence[str], description: str) -> options.Suite:
+    """The suite that the command line asks for, with its options."""
     prog = "python -m experiments.bench"
     suite = tyro.extras.subcommand_cli_from_dict(
         options.SUITES, args=list(argv), prog=prog, description=description
     )
-    name = next(name for name, cls in options.SUITES.items() if type(suite) is cls)
     if suite.rounds < 1:
         raise UsageError(f"--rounds must be at least 1, got {suite.rounds}")
     if suite.out.exists() and not suite.out.is_dir():
         raise UsageError(f"--out '{suite.out}' is a file; give a directory")
     if suite.quick:
-        suite = dataclasses.replace(options.TINY[type(suite)], out=suite.out, quick=True)
-    if isinstance(suite, options.Scaling):
-        _ask_for_devices(max(suite.devices))
+        return dataclasses.replace(options.TINY[type(suite)], out=suite.out, quick=True)
+    return suite
 
-    console = Console()
-    rows = RUN[type(suite)](
-        suite, lambda text: console.print(text, style="dim", highlight=False, markup=False)
-    )
-    content = show.to_json(
-        {
-            "suite": name,
-            "options": dataclasses.asdict(suite),
-            "machine": machine(),
-            "rows": rows,
-        }
-    )
-    suite.out.mkdir(parents=True, exist_ok=True)
-    write_json(suite.out / f"{name}.json", content)
-    show.plot(content, suite.out / f"{name}.png")
+
+def _show(content: dict[str, Any], out: Path, console: Console) -> None:
+    """Writes SUITE.json and SUITE.png, and prints the tables."""
+    name = content["suite"]
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / f"{name}.json", content)
+    show.plot(content, out / f"{name}.png")
     for table in show.tables(content):
         console.print(table)
-    where = f"Picture and numbers: {suite.out}/{name}.png and {name}.json"
+    where = f"Picture and numbers: {out}/{name}.png and {name}.json"
     console.print(where, highlight=False, soft_wrap=True)
-    return 0
 
 
 def machine() -> dict[str, Any]:

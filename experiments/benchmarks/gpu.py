@@ -3,7 +3,6 @@
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ PRECISIONS = {
     "bfloat16": ("bfloat16", "default"),
     "float16, dynamic scale": ("float16", "default"),
 }
-"""From a name to the compute dtype and JAX's precision for float32 products."""
+"""From a name to the compute dtype and JAX's precision for float32 matmuls."""
 
 
 def gpu(suite: options.GPU, say: Callable[[str], None]) -> list[Row]:
@@ -32,9 +31,7 @@ def gpu(suite: options.GPU, say: Callable[[str], None]) -> list[Row]:
     if jax.default_backend() != "gpu" and not suite.quick:
         raise UsageError("the suite gpu needs a GPU, JAX sees none here; --quick shows that it runs")
     peak = _peak(64 if suite.quick else 8192, suite.rounds)
-    say(
-        f"a large bfloat16 product runs at {peak / 1e12:.3g} TFLOP/s; fp8 is left out: it needs gemm policies"
-    )
+    say(f"a large bfloat16 matmul runs at {peak / 1e12:.3g} TFLOP/s; fp8 is left out: it needs gemm policies")
 
     problem = _problem(suite, suite.batch)
     tokens = suite.batch * suite.length
@@ -85,12 +82,12 @@ def _largest_batch(suite: options.GPU, name: str) -> int:
 
 
 def _peak(size: int, rounds: int) -> float:
-    """FLOP/s of a square bfloat16 product, at its fastest."""
+    """FLOP/s of a square bfloat16 matmul, at its fastest."""
     x = jnp.ones((size, size), jnp.bfloat16)
-    product: Any = jax.jit(jnp.matmul).lower(x, x).compile()
+    matmul = jax.jit(jnp.matmul).lower(x, x).compile()
     fastest = float("inf")
     for _ in range(rounds + 1):
         start = time.perf_counter()
-        jax.block_until_ready(product(x, x))
+        jax.block_until_ready(matmul(x, x))
         fastest = min(fastest, time.perf_counter() - start)
     return 2 * size**3 / fastest

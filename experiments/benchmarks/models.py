@@ -1,18 +1,20 @@
-"""The models of the benchmarks, in Flax, and the same in plain JAX with every dtype written by hand.
+"""The models of the benchmarks, in Flax, and the same in plain JAX with hand-written dtypes.
 
 With `dtype=None` a Flax model names no dtype at all: that is what mpjax and jmp get. With a dtype it is what
 Flax's own documentation recommends: the dtype on every layer, the loss in float32.
 """
 
 import functools
-from typing import Any
+from typing import TypeAlias
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
-Params = Any
+Params: TypeAlias = chex.ArrayTree
 
 
 class MLP(nn.Module):
@@ -20,7 +22,7 @@ class MLP(nn.Module):
 
     layers: int
     width: int
-    dtype: Any = None
+    dtype: DTypeLike | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -29,7 +31,7 @@ class MLP(nn.Module):
         return x
 
 
-def mlp_by_hand(params: Params, x: jax.Array, dtype: Any) -> jax.Array:
+def mlp_by_hand(params: Params, x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """`MLP` in plain JAX. A matrix is cast where it is used."""
     x = x.astype(dtype)
     for i in range(len(params["params"])):
@@ -41,7 +43,7 @@ class Block(nn.Module):
     """A transformer block, before `nn.scan`: carry in, carry out."""
 
     heads: int
-    dtype: Any = None
+    dtype: DTypeLike | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, unused: None = None) -> tuple[jax.Array, None]:
@@ -63,7 +65,7 @@ class GPT(nn.Module):
     heads: int
     vocabulary: int
     scanned: bool = False
-    dtype: Any = None
+    dtype: DTypeLike | None = None
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -71,7 +73,7 @@ class GPT(nn.Module):
         embed = nn.Embed(self.vocabulary, self.width, embedding_init=small, dtype=self.dtype, name="embed")
         position = self.param("position", small, (tokens.shape[-1], self.width))
         x = embed(tokens)
-        x = x + position.astype(x.dtype)
+        x = x + position[None].astype(x.dtype)
         if self.scanned:
             blocks = nn.scan(
                 Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers
@@ -83,11 +85,11 @@ class GPT(nn.Module):
         return embed.attend(nn.LayerNorm(use_bias=False, dtype=self.dtype, name="norm")(x))
 
 
-def gpt_by_hand(params: Params, tokens: jax.Array, heads: int, dtype: Any) -> jax.Array:
-    """`GPT` (not scanned) in plain JAX: products and activations in `dtype`, norms and softmax in float32."""
+def gpt_by_hand(params: Params, tokens: jax.Array, heads: int, dtype: DTypeLike) -> jax.Array:
+    """`GPT` (not scanned) in plain JAX: matmuls and activations in `dtype`, norms and softmax in float32."""
     p = params["params"]
     table = p["embed"]["embedding"]
-    x = table.astype(dtype)[tokens] + p["position"].astype(dtype)
+    x = table.astype(dtype)[tokens] + p["position"][None].astype(dtype)
     for i in range(sum(name.startswith("block_") for name in p)):
         b = p[f"block_{i}"]
         h = _norm(x, b["attn_norm"]["scale"])
@@ -104,7 +106,7 @@ def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
     mean = wide.mean(-1, keepdims=True)
     variance = jnp.square(wide).mean(-1, keepdims=True) - jnp.square(mean)
-    return ((wide - mean) * (jax.lax.rsqrt(variance + 1e-6) * scale)).astype(x.dtype)
+    return ((wide - mean) * (jax.lax.rsqrt(variance + 1e-6) * scale[None, None])).astype(x.dtype)
 
 
 def _heads(x: jax.Array, heads: int) -> jax.Array:
@@ -115,7 +117,7 @@ def _causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Operands of shape [batch, length, heads, features]; logits, softmax and result in their dtype."""
     position = jnp.arange(q.shape[1])
     scores = jnp.einsum("bqhd,bkhd->bhqk", q * q.shape[-1] ** -0.5, k)
-    scores = jnp.where(position[:, None] >= position, scores, jnp.finfo(scores.dtype).min)
+    scores = jnp.where(position[:, None] >= position[None], scores, jnp.finfo(scores.dtype).min)
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
 
 
@@ -125,7 +127,7 @@ class ResNet(nn.Module):
     blocks: int
     channels: int
     classes: int = 10
-    dtype: Any = None
+    dtype: DTypeLike | None = None
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:

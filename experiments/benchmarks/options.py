@@ -1,8 +1,8 @@
 """What can be asked for on the command line of `python -m experiments.bench`."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class Suite:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossScale(Suite):
-    """Dynamic loss scaling on an optimizer-bound float16 MLP: mpjax, by hand, jmp, Flax, mpx."""
+    """Dynamic loss scaling on an optimizer-bound float16 MLP: mpjax, hand-written, jmp, Flax, mpx."""
 
     rounds: int = 25
     layers: int = 16
@@ -32,7 +32,7 @@ class LossScale(Suite):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPT(Suite):
-    """The whole step of a GPT in float32, bfloat16 and float16: mpjax, by hand, Flax, jmp, and PyTorch if installed."""
+    """The whole step of a GPT in float32, bfloat16 and float16: mpjax, hand-written, Flax, jmp, and PyTorch."""
 
     rounds: int = 3
     layers: int = 4
@@ -64,7 +64,7 @@ class ResNet(Suite):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trace(Suite):
-    """Time to trace, lower and compile a step: mpjax against Flax with dtypes by hand."""
+    """Time to trace, lower and compile a step: mpjax against Flax with a dtype on each layer."""
 
     rounds: int = 3
     layers: tuple[int, ...] = (4, 24)
@@ -105,7 +105,7 @@ class GPU(Suite):
     """Also double the batch until memory ends."""
 
 
-SUITES: dict[str, Any] = {
+SUITES: dict[str, Callable[..., Suite]] = {
     "loss_scale": LossScale,
     "gpt": GPT,
     "resnet": ResNet,

@@ -4,13 +4,16 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from experiments.benchmarks import models
 
-Loss = Callable[..., tuple[jax.Array, Any]]
+Loss = Callable[..., tuple[jax.Array, chex.ArrayTree]]
 """`(params, model_state, batch) -> (float32 loss, model_state)`."""
 
 
@@ -27,29 +30,33 @@ class Problem:
       by_hand: the same in plain JAX, made for a dtype; None if there is none.
     """
 
-    params: Any
-    model_state: Any
-    batch: Any
+    params: chex.ArrayTree
+    model_state: chex.ArrayTree
+    batch: chex.ArrayTree
     tx: optax.GradientTransformation
-    loss: Callable[[Any], Loss]
-    by_hand: Callable[[Any], Loss] | None = None
+    loss: Callable[[DTypeLike | None], Loss]
+    by_hand: Callable[[DTypeLike], Loss] | None = None
 
 
 def mlp(layers: int, width: int, batch: int, *, abstract: bool = False) -> Problem:
     """Square matrices and few examples: nearly all of the step is the optimizer."""
     x = jax.random.normal(jax.random.key(1), (batch, width))
 
-    def loss(dtype: Any) -> Loss:
+    def loss(dtype: DTypeLike | None) -> Loss:
         model = models.MLP(layers, width, dtype)
 
-        def fn(params: Any, model_state: Any, batch: Any) -> tuple[jax.Array, Any]:
+        def fn(
+            params: chex.ArrayTree, model_state: chex.ArrayTree, batch: chex.ArrayTree
+        ) -> tuple[jax.Array, chex.ArrayTree]:
             out: Any = model.apply(params, batch)
             return jnp.mean(jnp.square(out.astype(jnp.float32))), model_state
 
         return fn
 
-    def by_hand(dtype: Any) -> Loss:
-        def fn(params: Any, model_state: Any, batch: Any) -> tuple[jax.Array, Any]:
+    def by_hand(dtype: DTypeLike) -> Loss:
+        def fn(
+            params: chex.ArrayTree, model_state: chex.ArrayTree, batch: chex.ArrayTree
+        ) -> tuple[jax.Array, chex.ArrayTree]:
             out = models.mlp_by_hand(params, batch, dtype)
             return jnp.mean(jnp.square(out.astype(jnp.float32))), model_state
 
@@ -66,18 +73,22 @@ def gpt(
     heads = max(1, width // 64)
     tokens = jax.random.randint(jax.random.key(1), (batch, length + 1), 0, vocabulary)
 
-    def model(dtype: Any) -> models.GPT:
+    def model(dtype: DTypeLike | None) -> models.GPT:
         return models.GPT(layers, width, heads, vocabulary, scanned, dtype)
 
-    def loss(dtype: Any) -> Loss:
-        def fn(params: Any, model_state: Any, batch: Any) -> tuple[jax.Array, Any]:
+    def loss(dtype: DTypeLike | None) -> Loss:
+        def fn(
+            params: chex.ArrayTree, model_state: chex.ArrayTree, batch: chex.ArrayTree
+        ) -> tuple[jax.Array, chex.ArrayTree]:
             logits: Any = model(dtype).apply(params, batch[:, :-1])
             return models.cross_entropy(logits, batch[:, 1:]), model_state
 
         return fn
 
-    def by_hand(dtype: Any) -> Loss:
-        def fn(params: Any, model_state: Any, batch: Any) -> tuple[jax.Array, Any]:
+    def by_hand(dtype: DTypeLike) -> Loss:
+        def fn(
+            params: chex.ArrayTree, model_state: chex.ArrayTree, batch: chex.ArrayTree
+        ) -> tuple[jax.Array, chex.ArrayTree]:
             logits = models.gpt_by_hand(params, batch[:, :-1], heads, dtype)
             return models.cross_entropy(logits, batch[:, 1:]), model_state
 
@@ -92,10 +103,12 @@ def resnet(blocks: int, channels: int, batch: int, size: int) -> Problem:
     images = jax.random.normal(jax.random.key(1), (batch, size, size, 3))
     labels = jax.random.randint(jax.random.key(2), (batch,), 0, 10)
 
-    def loss(dtype: Any) -> Loss:
+    def loss(dtype: DTypeLike | None) -> Loss:
         model = models.ResNet(blocks, channels, dtype=dtype)
 
-        def fn(params: Any, model_state: Any, batch: Any) -> tuple[jax.Array, Any]:
+        def fn(
+            params: chex.ArrayTree, model_state: chex.ArrayTree, batch: chex.ArrayTree
+        ) -> tuple[jax.Array, chex.ArrayTree]:
             images, labels = batch
             logits, new = model.apply({**params, **model_state}, images, mutable=["batch_stats"])
             return models.cross_entropy(logits, labels), new
@@ -107,7 +120,7 @@ def resnet(blocks: int, channels: int, batch: int, size: int) -> Problem:
     return Problem(variables, state, (images, labels), optax.adamw(1e-3), loss)
 
 
-def _init(model: Any, inputs: jax.Array, abstract: bool = False) -> Any:
+def _init(model: nn.Module, inputs: jax.Array, abstract: bool = False) -> dict[str, chex.ArrayTree]:
     make: Any = jax.jit(model.init)
     key = jax.random.key(0)
     return dict(jax.eval_shape(make, key, inputs) if abstract else make(key, inputs))

@@ -86,13 +86,13 @@ def plot(content: dict[str, Any], path: Path) -> None:
     ]
     with plt.rc_context(STYLE | {"figure.figsize": (8, 1.2 + 0.32 * len(rows))}):
         figure, axes = plt.subplots(layout="constrained")
-        places = range(len(rows))[::-1]
+        heights = range(len(rows))[::-1]
         colours = [BLUE if row["name"].startswith("mpjax") else GREY for row in rows]
-        axes.barh(places, middles, xerr=errors, color=colours, height=0.7, error_kw={"lw": 1, "capsize": 2})
-        for place, middle, high in zip(places, middles, errors[1], strict=True):
-            axes.text(middle + high, place, f"  {middle:.2f}", va="center", ha="left", fontsize=8)
+        axes.barh(heights, middles, xerr=errors, color=colours, height=0.7, error_kw={"lw": 1, "capsize": 2})
+        for height, middle, high in zip(heights, middles, errors[1], strict=True):
+            axes.text(middle + high, height, f"  {middle:.2f}", va="center", ha="left", fontsize=8)
         axes.set_ylim(-0.8, len(rows) - 0.2)
-        axes.set_yticks(places, [f"{row['group']}: {row['name']}" for row in rows], fontsize=8)
+        axes.set_yticks(heights, [f"{row['group']}: {row['name']}" for row in rows], fontsize=8)
         axes.axvline(1.0, color="black", lw=0.8)
         axes.set(xlabel=f"time {ratio} (less is better)")
         axes.set_title(f"{content['suite']}: time of mpjax (blue) and of others, {ratio}")

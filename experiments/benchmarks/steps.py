@@ -1,15 +1,16 @@
 """One training step of a problem, as each library's documentation writes it.
 
-A step is `(carry, batch) -> (carry, metrics)`, to be jitted with its carry donated. mpjax's metrics hold the norm
-of the gradients besides the loss; the others report the loss alone.
+A step is `(carry, batch) -> (carry, metrics)`, to be jitted with its carry donated. mpjax's metrics hold the loss
+and the norm of the gradients; the others report the loss alone.
 """
 
 import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
+import chex
 import jax
 import jax.numpy as jnp
 import jmp
@@ -21,8 +22,9 @@ from jax import lax
 import mpjax
 from experiments.benchmarks.problems import Loss, Problem
 
-Carry = Any
-Step = Callable[[Carry, Any], tuple[Carry, Any]]
+Carry: TypeAlias = chex.ArrayTree
+Step = Callable[[Carry, chex.ArrayTree], tuple[Carry, chex.ArrayTree]]
+Updated = tuple[optax.Params, optax.OptState]
 
 NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 SCALE = 2.0**15
@@ -46,11 +48,13 @@ class Contender:
 
 
 def mpjax_step(problem: Problem, dtype: str, name: str = "mpjax") -> Contender:
-    """mpjax: a policy and a train step; nothing else knows of precision."""
+    """mpjax: a policy and a train step; the model names no dtype."""
     policy = f"p=f32,c={NAMES[dtype]},o=f32"
     loss = problem.loss(None)
 
-    def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any]:
+    def loss_fn(
+        params: chex.ArrayTree, model_state: chex.ArrayTree, batch: chex.ArrayTree, rng: chex.PRNGKey
+    ) -> tuple[jax.Array, chex.ArrayTree]:
         value, model_state = loss(params, model_state, batch)
         return value, (model_state, {})
 
@@ -70,9 +74,9 @@ def mpjax_step(problem: Problem, dtype: str, name: str = "mpjax") -> Contender:
 
 
 def unscaled(problem: Problem, loss: Loss, name: str) -> Contender:
-    """Plain JAX without a loss scale and without a look at the gradients."""
+    """Plain JAX without a loss scale and without a check of the gradients."""
 
-    def step(carry: Carry, batch: Any) -> tuple[Carry, jax.Array]:
+    def step(carry: Carry, batch: chex.ArrayTree) -> tuple[Carry, jax.Array]:
         params, opt_state, model_state = carry
         (value, model_state), grads = jax.value_and_grad(loss, has_aux=True)(params, model_state, batch)
         updates, opt_state = problem.tx.update(grads, opt_state, params)
@@ -81,13 +85,13 @@ def unscaled(problem: Problem, loss: Loss, name: str) -> Contender:
     return Contender(name, functools.partial(_start, problem), step, loss)
 
 
-def dynamic_by_hand(problem: Problem, loss: Loss, name: str = "by hand") -> Contender:
-    """Plain JAX with a dynamic loss scale and a skip by `lax.cond`: as good as it gets by hand."""
+def dynamic_by_hand(problem: Problem, loss: Loss, name: str = "hand-written") -> Contender:
+    """Plain JAX with a dynamic loss scale and a skip by `lax.cond`: the best hand-written step that we know."""
 
-    def step(carry: Carry, batch: Any) -> tuple[Carry, jax.Array]:
+    def step(carry: Carry, batch: chex.ArrayTree) -> tuple[Carry, jax.Array]:
         (params, opt_state, model_state), (scale, streak) = carry
 
-        def scaled(params: Any) -> tuple[jax.Array, Any]:
+        def scaled(params: chex.ArrayTree) -> tuple[jax.Array, chex.ArrayTree]:
             value, new = loss(params, model_state, batch)
             return value * scale, (value, new)
 
@@ -95,11 +99,11 @@ def dynamic_by_hand(problem: Problem, loss: Loss, name: str = "by hand") -> Cont
         grads = jax.tree.map(lambda g: g / scale, grads)
         finite = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
 
-        def apply(grads: Any, params: Any, opt_state: Any) -> tuple[Any, Any]:
+        def apply(grads: optax.Updates, params: optax.Params, opt_state: optax.OptState) -> Updated:
             updates, opt_state = problem.tx.update(grads, opt_state, params)
             return optax.apply_updates(params, updates), opt_state
 
-        def skip(grads: Any, params: Any, opt_state: Any) -> tuple[Any, Any]:
+        def skip(grads: optax.Updates, params: optax.Params, opt_state: optax.OptState) -> Updated:
             return params, opt_state
 
         params, opt_state = lax.cond(finite, apply, skip, grads, params, opt_state)
@@ -119,18 +123,22 @@ def jmp_step(problem: Problem, dtype: str, name: str = "jmp") -> Contender:
     policy = jmp.get_policy(f"params=float32,compute={dtype},output=float32")
     plain = problem.loss(None)
     scaling = jmp.DynamicLossScale(jnp.float32(SCALE)) if dtype == "float16" else jmp.NoOpLossScale()
-    numbers, structure = jax.tree.flatten(scaling)  # as such it could not be lowered: it insists on arrays
+    numbers, structure = jax.tree.flatten(
+        scaling
+    )  # the class insists on arrays, so it cannot be lowered itself
 
-    def loss(params: Any, model_state: Any, batch: Any) -> tuple[jax.Array, Any]:
+    def loss(
+        params: chex.ArrayTree, model_state: chex.ArrayTree, batch: chex.ArrayTree
+    ) -> tuple[jax.Array, chex.ArrayTree]:
         params, batch = policy.cast_to_compute((params, batch))
         value, new = plain(params, model_state, batch)
         return policy.cast_to_output(value), policy.cast_to_param(new)
 
-    def step(carry: Carry, batch: Any) -> tuple[Carry, jax.Array]:
+    def step(carry: Carry, batch: chex.ArrayTree) -> tuple[Carry, jax.Array]:
         (params, opt_state, model_state), numbers = carry
         loss_scale = jax.tree.unflatten(structure, numbers)
 
-        def scaled(params: Any) -> tuple[jax.Array, Any]:
+        def scaled(params: chex.ArrayTree) -> tuple[jax.Array, chex.ArrayTree]:
             value, new = loss(params, model_state, batch)
             return loss_scale.scale(value), (value, new)
 
@@ -156,7 +164,7 @@ def flax_step(problem: Problem, dtype: str, name: str = "Flax") -> Contender:
     if dtype != "float16":
         return unscaled(problem, loss, name)
 
-    def step(carry: Carry, batch: Any) -> tuple[Carry, jax.Array]:
+    def step(carry: Carry, batch: chex.ArrayTree) -> tuple[Carry, jax.Array]:
         state, model_state, dynamic_scale = carry
         grad_fn = dynamic_scale.value_and_grad(lambda params: loss(params, model_state, batch), has_aux=True)
         dynamic_scale, finite, (value, new_model_state), grads = grad_fn(state.params)
@@ -191,10 +199,10 @@ def mpx_step(problem: Problem, name: str = "mpx") -> Contender:
     scaling = mpx.DynamicLossScaling(jnp.float32(SCALE), jnp.ones((), jnp.float32), counter=jnp.int32(0))
     numbers, static = eqx.partition(scaling, eqx.is_array)  # as `eqx.filter_jit` does
 
-    def loss(params: Any, batch: Any) -> jax.Array:
+    def loss(params: chex.ArrayTree, batch: chex.ArrayTree) -> jax.Array:
         return plain(params, {}, batch)[0]
 
-    def step(carry: Carry, batch: Any) -> tuple[Carry, jax.Array]:
+    def step(carry: Carry, batch: chex.ArrayTree) -> tuple[Carry, jax.Array]:
         params, opt_state, numbers = carry
         grad_fn = mpx.filter_value_and_grad(loss, eqx.combine(numbers, static))
         value, scaling, finite, grads = grad_fn(params, batch)
@@ -213,6 +221,6 @@ def _start(problem: Problem) -> Carry:
     return params, problem.tx.init(params), _copy(problem.model_state)
 
 
-def _copy(tree: Any) -> Any:
+def _copy(tree: chex.ArrayTree) -> chex.ArrayTree:
     """A copy, as a step takes its carry's buffers; the other contenders start from the same numbers."""
     return jax.tree.map(lambda x: x if isinstance(x, jax.ShapeDtypeStruct) else jnp.copy(x), tree)

@@ -1,6 +1,6 @@
 """The suites: each returns rows, which `show` prints and draws.
 
-A row has a `group`, a `name`, ratios and `seconds` with their quartiles, and what else the suite counts.
+A row has a `group`, a `name`, ratios and `seconds` with their quartiles, and the suite's own counts.
 """
 
 import functools
@@ -8,8 +8,9 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -34,7 +35,7 @@ def loss_scale(suite: options.LossScale, say: Say) -> list[Row]:
     problem = problems.mlp(suite.layers, suite.width, suite.batch)
     assert problem.by_hand is not None
     by_hand = problem.by_hand(jnp.float16)
-    base = "unscaled, by hand"
+    base = "unscaled, hand-written"
     contenders = [
         steps.unscaled(problem, by_hand, base),
         steps.dynamic_by_hand(problem, by_hand),
@@ -78,14 +79,14 @@ def _precisions(
     rounds: int,
     others: Mapping[tuple[str, str], Callable[[], Measured]] = MappingProxyType({}),
 ) -> list[Row]:
-    """Every library in every precision; the base is by hand where that exists, else Flax with dtypes by hand.
+    """Every library in every precision; the base is the hand-written step, or Flax's if there is none.
 
     Args:
       problem: what is trained.
       rounds: how often each takes a step.
       others: from dtype and name of another framework to its step, which is measured over its own float32.
     """
-    bar = "Flax" if problem.by_hand is None else "by hand"
+    bar = "Flax" if problem.by_hand is None else "hand-written"
     contenders: dict[tuple[str, str], Measured] = {}
     saved: dict[tuple[str, str], Row] = {}
     for dtype in DTYPES:
@@ -112,7 +113,7 @@ def _libraries(problem: Problem, dtype: str) -> Iterator[Contender]:
         yield (
             steps.dynamic_by_hand(problem, by_hand)
             if dynamic
-            else steps.unscaled(problem, by_hand, "by hand")
+            else steps.unscaled(problem, by_hand, "hand-written")
         )
     if dtype != "float32" or problem.by_hand is None:
         yield steps.flax_step(problem, dtype)
@@ -150,7 +151,7 @@ def _deeper(frames: int, fn: Callable[[], T]) -> T:
     return fn() if frames == 0 else _deeper(frames - 1, fn)
 
 
-def _stages(group: str, contenders: list[Contender], batch: Any, rounds: int) -> list[Row]:
+def _stages(group: str, contenders: list[Contender], batch: chex.ArrayTree, rounds: int) -> list[Row]:
     """One row per contender and stage, each over the first contender."""
     carries = {c.name: jax.eval_shape(c.carry) for c in contenders}
     seconds: dict[tuple[str, str], list[float]] = {}
@@ -197,7 +198,7 @@ def _bind_costs(binds: int, rounds: int) -> list[Row]:
     for name, fn in (("add", jnp.add), ("exp", lambda x, _: jnp.exp(x)), ("dot_general", jax.lax.dot)):
         *_, eqn = jax.make_jaxpr(fn)(x, x).eqns
 
-        def many(bind: Callable[..., None], eqn: Any = eqn) -> None:
+        def many(bind: Callable[..., None], eqn: jax.extend.core.JaxprEqn = eqn) -> None:
             args, params = [x] * len(eqn.invars), eqn.params
             for _ in range(binds):
                 bind(*args, **params)
@@ -213,12 +214,12 @@ def _bind_costs(binds: int, rounds: int) -> list[Row]:
     return rows
 
 
-def _nothing(*args: Any, **params: Any) -> None:
+def _nothing(*args: object, **params: object) -> None:
     pass
 
 
 def scaling(suite: options.Scaling, say: Say) -> list[Row]:
-    """What policy, scale and finite check add as parameters and devices grow, by hand and by mpjax."""
+    """What policy, scale and finite check add as parameters and devices grow, in a hand-written step and in mpjax's."""
     rows = []
     for parameters in suite.parameters:
         say(f"{parameters:.0e} parameters")
@@ -243,7 +244,7 @@ def _over_devices(group: str, devices: int, spec: P, rounds: int) -> list[Row]:
     problem = problems.mlp(4, 256, 8 * devices)
     batch = jax.device_put(problem.batch, NamedSharding(mesh, P("data")))
 
-    def shardings(carry: Any) -> Any:
+    def shardings(carry: chex.ArrayTree) -> chex.ArrayTree:
         return jax.tree.map(lambda x: NamedSharding(mesh, spec if x.ndim > 1 else P()), carry)
 
     return _added(group, {c.name: Compiled(c, batch, shardings) for c in _bare_and_scaled(problem)}, rounds)

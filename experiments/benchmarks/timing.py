@@ -3,9 +3,10 @@
 import gc
 import re
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+import chex
 import jax
 import numpy as np
 
@@ -15,7 +16,7 @@ Row = dict[str, Any]
 K = TypeVar("K", bound=Hashable)
 
 
-def spread(values: Any) -> dict[str, float]:
+def spread(values: Sequence[float] | np.ndarray) -> dict[str, float]:
     """Median and quartiles of a sample."""
     low, median, high = np.quantile(np.asarray(values, float), (0.25, 0.5, 0.75))
     return {"median": float(median), "low": float(low), "high": float(high)}
@@ -26,7 +27,9 @@ def ratio(seconds: list[float], base: list[float]) -> dict[str, float]:
     return spread(np.asarray(seconds) / np.asarray(base))
 
 
-def by_turns(thunks: Mapping[K, Callable[[], Any]], rounds: int, warmup: int = 1) -> dict[K, list[float]]:
+def by_turns(
+    thunks: Mapping[K, Callable[[], float | None]], rounds: int, warmup: int = 1
+) -> dict[K, list[float]]:
     """Seconds that each thunk took in each round; every round runs all of them once, in order.
 
     Args:
@@ -60,10 +63,13 @@ def collectives(text: str) -> tuple[int, int]:
 
 
 class Compiled:
-    """A contender's step, compiled, and what the compiler says of it."""
+    """A contender's compiled step, and the costs that the compiler reports."""
 
     def __init__(
-        self, contender: Contender, batch: Any, shardings: Callable[[Any], Any] | None = None
+        self,
+        contender: Contender,
+        batch: chex.ArrayTree,
+        shardings: Callable[[chex.ArrayTree], chex.ArrayTree] | None = None,
     ) -> None:
         """Compiles.
 

@@ -41,7 +41,7 @@ def causal_attention(query: jax.Array, key: jax.Array, value: jax.Array, **unuse
     """
     position = jnp.arange(query.shape[1])
     scores = jnp.einsum("bqhd,bkhd->bhqk", query / math.sqrt(query.shape[-1]), key)
-    scores = jnp.where(position[:, None] >= position, scores, -jnp.inf)
+    scores = jnp.where(position[:, None] >= position[None], scores, -jnp.inf)
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value)
 
 
@@ -98,7 +98,7 @@ class GPT(nnx.Module):
         Returns:
           Logits of shape [batch, length, 256].
         """
-        x = self.embed(tokens) + self.position(jnp.arange(tokens.shape[-1]))
+        x = self.embed(tokens) + self.position(jnp.arange(tokens.shape[-1]))[None]
         for i, block in enumerate(self.blocks):
             x = block(x, None if key is None else jax.random.fold_in(key, i))
         return self.embed.attend(self.norm(x))

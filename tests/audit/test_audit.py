@@ -511,6 +511,7 @@ def test_a_difference_lists_findings_that_are_gone_and_new():
 DOCS = pathlib.Path(__file__).parent.parent.parent / "docs" / "audit.md"
 
 
+@pytest.mark.usefixtures("standard_promotion")  # as users run it
 def test_the_documentation_shows_what_its_code_prints(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "118")
     monkeypatch.setattr(mpjax, "audit", audit)

@@ -58,6 +58,7 @@ def test_a_constant_that_becomes_zero_is_found_wherever_it_was_written(fn):
         lambda x, scale=1e9: jnp.where(x > 0, x, -jnp.inf),
     ],
 )
+@pytest.mark.usefixtures("standard_promotion")  # Flax's norms promote dtypes
 def test_a_number_that_only_stands_on_the_line_is_no_constant_of_the_operation(fn):
     assert not found(fn, X)
 
@@ -262,7 +263,9 @@ def test_states_that_are_returned_in_another_order_are_known_by_their_dtypes():
             ({"x": array(4), "y": array(4)},),
         ),
         (
-            lambda p, x: jax.tree.map(lambda g, p: g.astype(F32) + 1e-4 * p, jax.grad(squared)(p, x), p),
+            lambda p, x: jax.tree.map(
+                lambda g, p: g.astype(F32) + 1e-4 * p.astype(F32), jax.grad(squared)(p, x), p
+            ),
             (PARAMS, BATCH),
         ),
     ],
@@ -286,7 +289,7 @@ STATE = {"w": array(8, 2), "m": array(dtype=B16)}
         (wider, (STATE, array(4, 8))),
         (lambda s, x: {"state": wider(s, x)[0], "loss": wider(s, x)[1]}, (STATE, array(4, 8))),
         (lambda c: wider(c["state"], c["x"]), ({"state": STATE, "x": array(4, 8)},)),
-        (lambda s, x: {"m": 0.9 * s["m"] + 0.1 * x.mean()}, ({"m": array(dtype=B16)}, array(4))),
+        (lambda s, x: {"m": 0.9 * s["m"].astype(F32) + 0.1 * x.mean()}, ({"m": array(dtype=B16)}, array(4))),
     ],
     ids=["state", "in a dict", "from a dict", "a statistic"],
 )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from planted import line_of, linen_models, nnx_models, plain
+from promotion import standard_promotion
 
 from mpjax._audit.audit import Audit, audit
 
@@ -121,8 +122,9 @@ PLANTED: dict[str, tuple[Callable[[], Any], str, str]] = {
 
 @functools.cache
 def audited(name: str) -> Audit:
-    fn, args = PLANTED[name][0]()
-    return audit(fn, *args)
+    with standard_promotion():  # many of the defects mix dtypes
+        fn, args = PLANTED[name][0]()
+        return audit(fn, *args)
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -210,6 +212,7 @@ RIGHT: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 }
 
 
+@pytest.mark.usefixtures("standard_promotion")  # some mix dtypes, rightly
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_right_gives_no_finding(name):
     fn, args = RIGHT[name]

@@ -88,8 +88,8 @@ def test_a_failure_says_what_was_measured_and_what_was_asked_for() -> None:
 def test_gates_decide_on_the_exit_status(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    kept = [c for c in comparison.CONTENDERS if c.name in ("float32", "bfloat16 mixed")]
-    monkeypatch.setattr(comparison, "CONTENDERS", kept)
+    chosen = [c for c in comparison.CONTENDERS if c.name in ("float32", "bfloat16 mixed")]
+    monkeypatch.setattr(comparison, "CONTENDERS", chosen)
     run, results = comparison._run_all_seeds, {}
 
     def run_once(contender: comparison.Contender, *args: Any) -> dict[str, Any]:

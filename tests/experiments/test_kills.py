@@ -47,7 +47,7 @@ class Life:
         return int(found[1]) if found else 0
 
     def logged(self) -> list[dict[str, Any]]:
-        """The steps that metrics.jsonl tells of; a line that the kill cut off tells of none."""
+        """The steps in metrics.jsonl; a line that the kill cut off does not count."""
         whole = (self.out / "metrics.jsonl").read_text().rpartition("\n")[0]
         return [json.loads(line) for line in whole.splitlines()]
 

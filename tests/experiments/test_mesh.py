@@ -54,7 +54,7 @@ def test_a_batch_is_cut_over_data_and_fsdp() -> None:
     np.testing.assert_array_equal(batch, np.arange(100, 108))
 
 
-def test_without_a_mesh_everything_stays_as_it_is() -> None:
+def test_without_a_mesh_everything_is_unchanged() -> None:
     placement, state = Placement(make_mesh("", 4, 1)), {"w": np.zeros(3)}
     assert placement.mesh is None
     assert placement.state(state) is placement.gathered(state) is state

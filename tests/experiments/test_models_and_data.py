@@ -18,7 +18,7 @@ TINY = GPTSize(layers=1, width=16, heads=2, context=16)
 
 
 class Silent:
-    """An observer that keeps the losses."""
+    """An observer that records the losses."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -101,15 +101,15 @@ def test_a_fifth_of_the_digits_is_held_out_class_by_class() -> None:
     assert sum(image.tobytes() in held_out for image in digits.images) <= 1
 
 
-def test_a_shift_of_nothing_leaves_the_images_as_they_are() -> None:
+def test_a_shift_of_zero_leaves_the_images_unchanged() -> None:
     digits = data.load_digits()
     images, labels = digits.batch(0, 0, 8, shift=0)
     known = {image.tobytes(): label for image, label in zip(digits.images, digits.labels, strict=True)}
     assert [known[image.tobytes()] for image in images] == labels.tolist()
 
 
-def test_activation_bytes_count_what_the_backward_pass_keeps() -> None:
-    class Product:
+def test_activation_bytes_count_what_is_saved_for_the_backward_pass() -> None:
+    class Sine:
         policies = mpjax.as_policy_map("float32")
 
         def loss(self, params: jax.Array, model_state: None, batch: jax.Array, rng: object) -> tuple:
@@ -118,10 +118,10 @@ def test_activation_bytes_count_what_the_backward_pass_keeps() -> None:
     state = mpjax.TrainState.create(
         apply_fn=None, params={"w": jnp.ones(10)}, tx=make_optimizer(config.GPTRun())
     )
-    product = Product()
-    product.loss = lambda p, m, b, r: (jnp.sum(jnp.sin(b * 2.0 * p["w"])), (m, {}))  # type: ignore[method-assign]
+    task = Sine()
+    task.loss = lambda p, m, b, r: (jnp.sum(jnp.sin(b * 2.0 * p["w"])), (m, {}))  # type: ignore[method-assign]
     # cos(2 b w) and 2 b, ten float32 each; b and w were there before.
-    assert measure.activation_bytes(product, state, jnp.ones(10), jax.random.key(0)) == 80  # type: ignore[arg-type]
+    assert measure.activation_bytes(task, state, jnp.ones(10), jax.random.key(0)) == 80  # type: ignore[arg-type]
 
 
 def test_bfloat16_saves_more_than_a_quarter_of_the_activations() -> None:

@@ -26,7 +26,7 @@ QUICK = os.environ | {
 GLOO = re.compile(
     r"\[Gloo\] Rank|is connected to|peer ranks\.|Expected number of connected peer ranks is :|\d+"
 )
-# For what a test waits for; a process that hangs fails it.
+# Seconds that a test waits for processes to end, so that one that hangs fails the test.
 LIMIT = 300
 
 
@@ -99,7 +99,7 @@ class Both:
         return [p.returncode for p in self.processes], [self.said + outs[0], outs[1]], list(errors)
 
 
-def test_they_give_the_curve_of_one_device_stop_together_go_on_and_tell_when_one_is_killed(
+def test_they_give_the_curve_of_one_device_stop_together_resume_and_report_when_one_is_killed(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One test, as starting two processes takes long."""

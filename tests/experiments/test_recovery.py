@@ -10,7 +10,7 @@ from tiny import TINY_GPT, Command
 
 from experiments import session
 
-# Weights of 150 after step 2 give products beyond what float16 holds, and well within what float32 does.
+# Weights of 150 after step 2 give matmuls whose results overflow float16, but not float32.
 FAILING = [*TINY_GPT, "--steps", "6", "--lr", "300", "--policy", "mixed_float16", "--checkpoint-every", "2"]
 
 
@@ -73,7 +73,7 @@ def full_disk_in_step_4(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # The other writes that tensorstore had begun end after orbax has closed the loop they report to.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("full_disk_in_step_4")
-def test_a_checkpoint_that_cannot_be_saved_is_told_and_training_goes_on(command: Command) -> None:
+def test_a_checkpoint_that_cannot_be_saved_is_reported_and_training_goes_on(command: Command) -> None:
     run = command(*TINY_GPT, "--steps", "6", "--checkpoint-every", "2", "--log-every", "1")
     assert run.status == 0
     assert "warning: The checkpoint of step 4 could not be saved" in run.output

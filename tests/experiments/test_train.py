@@ -101,7 +101,7 @@ def test_a_run_leaves_config_metrics_checkpoints_plots_and_a_summary(command: Co
     # 256 * 16 embeddings, 16 * 16 positions, 3 norms, 4 * 16 * 16 in attention, an MLP of 64.
     assert summary["parameters"] == 4096 + 256 + 3 * 32 + 1024 + (16 * 64 + 64) + (64 * 16 + 16)
     assert summary["param_bytes"] == 4 * summary["parameters"]
-    # AdamW keeps two numbers per parameter, and two counters.
+    # AdamW stores two numbers per parameter, and two counters.
     assert summary["optimizer_bytes"] == 8 * summary["parameters"] + 8
     for text in ("validation loss", "tokens/s", "skipped steps", "0 of 4", "activations saved"):
         assert text in run.output
@@ -143,7 +143,7 @@ def test_a_checkpoint_of_another_policy_is_refused(command: Command) -> None:
     assert "was trained with policy 'p=full,c=full,o=full', this run asks for 'p=full,c=bf16" in other.error
 
 
-def test_the_last_three_checkpoints_are_kept_and_the_best(command: Command) -> None:
+def test_the_last_three_checkpoints_stay_and_the_best(command: Command) -> None:
     run = command(*TINY_RESNET, "--steps", "6", "--checkpoint-every", "1", "--eval-every", "2", "--lr", "0.5")
     with Checkpoints(run.directory / "checkpoints", metric="val_loss") as checkpoints:
         assert checkpoints.best is not None

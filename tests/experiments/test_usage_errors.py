@@ -1,4 +1,4 @@
-"""What a person gets wrong is answered in one line that quotes it and names the way out."""
+"""Each mistake on the command line gets one line that quotes it and names the way out."""
 
 import importlib.util
 from pathlib import Path
@@ -38,7 +38,7 @@ from experiments import compare
         ("--mesh data=2,data=2", "'data=2' is not understood"),
         (
             "--mesh data=8,model=2",
-            "has 16 places for 8 devices; make the product of its sizes 8, or try it on a CPU",
+            "asks for 16 devices, there are 8; make its sizes multiply to 8, or try it on a CPU",
         ),
         ("--mesh data=3", "cuts the batch into 3 parts, which --batch-size 4 is no multiple of"),
         ("--mesh data=4 --accumulate-steps 2", "in --accumulate-steps 2 into 8 parts"),

@@ -34,7 +34,7 @@ def losses(directory: Path) -> np.ndarray:
 
 @dataclasses.dataclass
 class Result:
-    """What a command left behind."""
+    """The exit status, the output and the directory of a command."""
 
     status: int
     output: str

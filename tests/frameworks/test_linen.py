@@ -544,7 +544,7 @@ def stored(tree: Any) -> Any:
 def test_the_running_variance_of_large_values_is_float32_and_right(policy: str) -> None:
     model = nn.BatchNorm(use_running_average=False, momentum=0.9)
     x = jnp.array([[300.0], [-300.0]], jnp.float16)
-    variables = initial(model, x)
+    variables = initial(model, x.astype(jnp.float32))
     run = jax.jit(
         autocast(lambda v, x: model.apply(v, x, mutable=["batch_stats"]), policy, cast_output=False)
     )
@@ -556,7 +556,7 @@ def test_the_running_variance_of_large_values_is_float32_and_right(policy: str) 
 def test_the_layer_norm_of_large_half_values_is_right() -> None:
     x = jnp.array([[0, 300, -300, 0]], jnp.float16)
     model = nn.LayerNorm()
-    out = autocast(model.apply, "f16")(initial(model, x), x)
+    out = autocast(model.apply, "f16")(initial(model, x.astype(jnp.float32)), x)
     assert out.dtype == jnp.float16
     np.testing.assert_allclose(out[0], [0, 1.414, -1.414, 0], atol=1e-3)
 

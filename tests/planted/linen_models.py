@@ -54,7 +54,7 @@ class Attention(nn.Module):
         q, k, v = (nn.Dense(16, dtype=HALF, name=name)(x) for name in "qkv")
         scores = jnp.einsum("bqd,bkd->bqk", q, k)
         position = jnp.arange(x.shape[1])
-        scores = jnp.where(position[:, None] >= position, scores, -1e9)  # planted: mask by where
+        scores = jnp.where(position[:, None] >= position[None], scores, -1e9)  # planted: mask by where
         weights = jax.nn.softmax(scores)  # planted: softmax
         return jnp.einsum("bqk,bkd->bqd", weights, v)
 

@@ -23,7 +23,7 @@ def cumulated(x: jax.Array) -> jax.Array:
 def bias_gradient(w: jax.Array, b: jax.Array, x: jax.Array) -> jax.Array:
     """The bias is added to 4096 rows, so its gradient is a sum of 4096 bfloat16 numbers."""
     with jax.named_scope("layer"):
-        y = x @ w + b.astype(B16)  # planted: bias gradient
+        y = x @ w + b[None].astype(B16)  # planted: bias gradient
     return jnp.mean(y.astype(jnp.float32))
 
 
@@ -57,7 +57,8 @@ def replicas(x: jax.Array) -> jax.Array:
 
 def wide(x: jax.Array) -> jax.Array:
     with jax.named_scope("schedule"):
-        return x * jnp.linspace(0.0, 1.0, x.shape[-1], dtype="float64").astype(x.dtype)  # planted: float64
+        ramp = jnp.linspace(0.0, 1.0, x.shape[-1], dtype="float64")  # planted: float64
+        return x * ramp[None].astype(x.dtype)
 
 
 class State(NamedTuple):

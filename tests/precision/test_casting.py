@@ -10,8 +10,6 @@ from trees import FLOATS, Layer, Pair, is_floating_array, same, trees
 import mpjax
 from mpjax._precision import casting
 
-pytestmark = pytest.mark.usefixtures("strict_promotion")
-
 dtype_names = st.sampled_from(FLOATS)
 
 

@@ -345,7 +345,7 @@ def test_a_scan_that_multiplies_its_carry_by_a_float32_constant_runs() -> None:
     scale = jnp.linspace(0.5, 1, 4)
 
     def fn(x: jax.Array) -> jax.Array:
-        return lax.scan(lambda c, _: (c * scale + jnp.tanh(c @ c), None), x, None, length=3)[0]
+        return lax.scan(lambda c, _: (c * scale[None] + jnp.tanh(c @ c), None), x, None, length=3)[0]
 
     np.testing.assert_allclose(jax.jit(autocast(fn, BF16))(0.1 * X), fn(0.1 * X), atol=0.02)
 

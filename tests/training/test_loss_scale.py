@@ -16,8 +16,6 @@ from trees import floating_arrays, is_floating_array, other_leaves, same, trees
 import mpjax
 from mpjax._training.loss_scale import DEFAULT_MAX_LOSS_SCALE, as_loss_scale
 
-pytestmark = pytest.mark.usefixtures("strict_promotion")
-
 F16, BF16, F32 = np.dtype(np.float16), np.dtype(jnp.bfloat16), np.dtype(np.float32)
 GOOD, BAD = jnp.bool_(True), jnp.bool_(False)
 SCALES = pytest.mark.parametrize(
