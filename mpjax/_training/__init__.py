@@ -8,5 +8,5 @@
 - `finite` decides whether what came out is finite;
 - `optimizer` applies it, or nothing; `train_state` holds what changes, and `train_step` joins all of these.
 
-`state_sharding` says on which devices a state is placed, `manifest` what a checkpoint says of itself, `types` names types.
+`state_sharding` says on which devices a state is placed, `manifest` what a checkpoint says of itself.
 """

@@ -111,11 +111,23 @@ def _updated(
 
     further = _arguments(grad, wide, whole, extra_args or {})
     updates, new_opt_state = update_fn(tx)(grad, opt_state, wide, **further)
+    _check_structure(new_opt_state, opt_state)
     new = casting.cast_to_dtypes(optax.apply_updates(wide, updates), casting.dtypes_of(trained))
     return (
         overwritten.merge(Split(put_back(new), gradients.overwritten)),
         casting.cast_to_dtypes(new_opt_state, casting.dtypes_of(opt_state)),
     )
+
+
+def _check_structure(new: OptState, old: OptState) -> None:
+    found: Any = jax.tree.structure(new)
+    expected: Any = jax.tree.structure(old)
+    if found != expected:
+        raise ValueError(
+            f"The optimizer's state has another structure after an update, {found}, than before, {expected}. A step "
+            "that may be skipped needs the same in both cases: initialize the optimizer's state as its update leaves "
+            "it, or leave out the part of the optimizer that changes it, such as optax.monitor."
+        )
 
 
 def _arguments(
