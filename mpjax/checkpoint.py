@@ -230,7 +230,7 @@ class Checkpoints:
             except DamageError as e:
                 damaged[candidate] = str(e)
                 continue
-            # Only now: if none can be read, the reason may lie elsewhere, and nothing is touched.
+            # Only now: if none can be read, the reason may be another, and nothing is changed.
             self._set_aside(damaged, candidate)
             return restored
         if damaged:
@@ -255,12 +255,12 @@ class Checkpoints:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _restore(self, step: int, state: Any, extra: PyTree, cast: bool) -> tuple[Any, Any]:
+    def _restore(self, step: int, state: S, extra: Any, cast: bool) -> tuple[S, Any]:
         found = self._read_manifest(step)
         where = self._where(step)
         policy = getattr(state, "policy", None)
         manifests.check(found, state, extra, policy, where, cast=cast)
-        own = manifests.kept_scales(found, state)
+        own = manifests.own_scales(found, state)
         named = manifests.named_leaves(state, extra)
         wanted = {
             name: x
@@ -281,7 +281,7 @@ class Checkpoints:
             raise CheckpointError(f"{where} cannot be continued from: {e}") from None
         return state, extra
 
-    def _read_arrays(self, step: int, found: dict[str, Any], wanted: dict[str, Leaf]) -> dict[str, Leaf]:
+    def _read_arrays(self, step: int, found: manifests.Manifest, wanted: dict[str, Leaf]) -> dict[str, Leaf]:
         """Reads and checks the arrays, in the dtypes and with the placement of `wanted`."""
         templates = {
             name: manifests.template(x, found["leaves"][name]["dtype"]) for name, x in wanted.items()

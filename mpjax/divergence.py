@@ -34,7 +34,7 @@ class DivergenceError(FloatingPointError):
     """
 
     def __init__(self, divergence: "Divergence", nonfinite: Sequence[str] = ()) -> None:
-        """Puts the message together.
+        """Composes the message.
 
         Args:
           divergence: of a `DivergenceMonitor`.
@@ -60,7 +60,7 @@ class Divergence:
 
 
 class DivergenceMonitor:
-    """Reads the metrics of every step and tells when there is no point in going on.
+    """Reads the metrics of every step and tells when training should stop.
 
     That is: a loss that is not finite, too many skipped steps in a row, or a skipped step at the smallest
     loss scale, which cannot back off any further.
@@ -215,7 +215,7 @@ def _message(divergence: Divergence, nonfinite: Sequence[str]) -> str:
 
 
 def _advice(nonfinite: Sequence[str]) -> Iterable[str]:
-    """Three ways on, the likeliest first."""
+    """Three things to try, the likeliest first."""
     if any(line.startswith("'batch") for line in nonfinite):
         yield "Clean the data: the batch itself is not finite."
     elif any(line.startswith("'params") for line in nonfinite):

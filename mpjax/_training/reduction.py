@@ -119,7 +119,7 @@ def average_state(new: T, old: ModelState, reduction: Reduction) -> T:
     """Model state after a step: what was the same on all replicas before is the same again.
 
     Floating leaves are averaged, in float32. Others (counters, flags, keys) have to be the same already;
-    where shard_map keeps track, it has to be told so. What was each replica's own stays so.
+    where shard_map keeps track of that, they are marked so. What was each replica's own remains its own.
 
     Args:
       new: the state that this replica found.

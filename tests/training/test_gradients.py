@@ -80,7 +80,7 @@ def test_gradients_have_the_structure_of_what_was_differentiated():
     assert type(grads) is FrozenDict
 
 
-def test_products_take_the_compute_dtype_forward_and_backward():
+def test_matmuls_take_the_compute_dtype_forward_and_backward():
     fn = mpjax.value_and_grad(
         lambda w, x: ((x @ w) ** 2).astype(jnp.float32).mean(), BF16_MIXED, argnums=(0, 1)
     )
@@ -179,7 +179,7 @@ def test_a_base_model_in_an_argument_of_its_own_gets_no_gradients():
     }
 
 
-def test_batches_with_keys_ints_and_bools_reach_the_loss_as_they_are():
+def test_batches_with_keys_ints_and_bools_reach_the_loss_unchanged():
     seen = []
 
     def loss(w, batch):
@@ -439,7 +439,7 @@ def test_loss_and_gradients_are_averaged_over_replicas(kind):
 
 @KINDS
 @pytest.mark.parametrize("culprit", range(REPLICAS))
-def test_one_bad_replica_makes_the_verdict_of_all_replicas(kind, culprit):
+def test_one_bad_replica_makes_the_flag_of_all_replicas_false(kind, culprit):
     fn = mpjax.value_and_grad(lambda w, x: (w * x).sum(), "float32", axis_name="i")
     x = np.ones((REPLICAS, 2), np.float32)
     x[culprit, 0] = np.inf
@@ -475,7 +475,7 @@ def test_auxiliary_results_stay_with_their_replica(kind):
 
 
 @KINDS
-def test_a_products_gradient_is_averaged_over_replicas_under_a_half_policy(kind):
+def test_a_matmuls_gradient_is_averaged_over_replicas_under_a_half_policy(kind):
     fn = mpjax.value_and_grad(lambda w, x: (x @ w).astype(jnp.float32).sum(), BF16_MIXED, axis_name="i")
     x = jnp.ones((1, 2)) * jnp.asarray([1.0, 2.0, 3.0, 6.0])[:, None, None]
     _, grads, _ = replicated(lambda w, x: fn(NONE, w, x), kind)(jnp.ones((2, 1)), x)
@@ -636,14 +636,14 @@ def test_a_batch_that_cannot_be_cut_is_refused_with_leaf_and_shape(shape, steps)
 # --------------------------------------------------------------------------------------------- fp8
 
 
-def test_what_fp8_layers_hand_back_is_not_unscaled():
+def test_the_next_state_of_fp8_layers_is_not_unscaled():
     grads = {"params": {"w": jnp.float16(1024.0)}, OVERWRITE: {"dense": {"scale": jnp.float32(7.0)}}}
     out = unscale(static(1024.0), grads)
     assert float(out["params"]["w"]) == 1.0
     assert float(out[OVERWRITE]["dense"]["scale"]) == 7.0
 
 
-def test_what_fp8_layers_hand_back_is_the_largest_of_all_replicas_not_their_mean():
+def test_the_next_state_of_fp8_layers_is_the_largest_of_all_replicas_not_their_mean():
     average = jax.vmap(
         lambda x: average_state({"params": x, OVERWRITE: x}, None, Reduction("i")), axis_name="i"
     )
@@ -652,7 +652,7 @@ def test_what_fp8_layers_hand_back_is_the_largest_of_all_replicas_not_their_mean
     np.testing.assert_array_equal(out[OVERWRITE], [6.0] * 3)
 
 
-def test_what_fp8_layers_hand_back_is_the_largest_of_all_microbatches_not_their_mean():
+def test_the_next_state_of_fp8_layers_is_the_largest_of_all_microbatches_not_their_mean():
     grads = accumulate(
         lambda x: {"params": x.sum(), OVERWRITE: {"scale": x.max()}}, 3, jnp.asarray([1.0, 2.0, 6.0])
     )
