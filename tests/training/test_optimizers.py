@@ -11,6 +11,7 @@ import optax
 import optax.contrib
 import optimizers
 import pytest
+from flax import nnx
 from trees import same
 
 import mpjax
@@ -208,3 +209,52 @@ def test_an_optimizer_whose_state_changes_its_structure_is_refused() -> None:
         create(optax.monitor({"norm": lambda updates: optax.tree.norm(updates)})).apply_gradients(
             grads=PARAMS
         )
+
+
+class Line(nnx.Module):
+    def __init__(self) -> None:
+        self.w = nnx.Param(PARAMS["w"])
+        self.b = nnx.Param(PARAMS["b"])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x @ self.w[...] + self.b[...]
+
+
+def line_loss(model: Any, batch: Any) -> jax.Array:
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def test_the_optimizer_of_nnx_passes_the_loss_on_and_skips_one_that_is_not_finite() -> None:
+    model = mpjax.nnx.apply_policy(Line(), "float32")
+    optimizer = mpjax.nnx.Optimizer(model, optax.polyak_sgd())
+    loss, grads, finite = mpjax.nnx.value_and_grad(line_loss)(optimizer.loss_scale, model, GOOD)
+    with pytest.raises(TypeError, match="'scale_by_polyak' asks for 'value', which it was not given"):
+        optimizer.apply_gradients(model, grads, finite)
+    assert not optimizer.apply_gradients(model, grads, finite, value=jnp.float32(np.inf))
+    assert same(model.w[...], PARAMS["w"])
+    assert optimizer.apply_gradients(model, grads, finite, value=loss)
+    expected, _ = mpjax.make_train_step(loss_fn)(create(optax.polyak_sgd()), GOOD)
+    chex.assert_trees_all_close({"w": model.w[...], "b": model.b[...]}, expected.params, rtol=1e-6)
+
+
+def test_the_optimizer_of_nnx_evaluates_the_loss_of_a_line_search() -> None:
+    model = mpjax.nnx.apply_policy(Line(), "float32")
+    optimizer = mpjax.nnx.Optimizer(model, optax.lbfgs())
+    loss, grads, finite = mpjax.nnx.value_and_grad(line_loss)(optimizer.loss_scale, model, GOOD)
+    graphdef, _ = nnx.split(model)
+    optimizer.apply_gradients(
+        model, grads, finite, value=loss, value_fn=lambda params: line_loss(nnx.merge(graphdef, params), GOOD)
+    )
+    assert float(line_loss(model, GOOD)) < float(loss)
+
+
+def test_the_state_of_fp8_layers_is_no_part_of_what_an_optimizer_sees_wherever_it_stands() -> None:
+    inner = {"params": {"w": jnp.ones(2)}, "_overwrite_with_gradient": {"scale": jnp.ones(1)}}
+    for params, found in ((inner, lambda p: p), ({"model": inner}, lambda p: p["model"])):
+        state = create(optax.lbfgs(), params)
+        assert sum(x.shape == (1,) for x in jax.tree.leaves(state.opt_state)) == 0
+        grads = jax.tree.map(lambda x: jnp.full_like(x, 7.0 if x.shape == (1,) else 1.0), params)
+        value_fn = lambda p: jnp.sum(found(p)["params"]["w"] * found(p)["_overwrite_with_gradient"]["scale"])
+        new = state.apply_gradients(grads=grads, value=jnp.float32(2.0), value_fn=value_fn)
+        assert found(new.params)["_overwrite_with_gradient"]["scale"].tolist() == [7.0]
+        assert float(found(new.params)["params"]["w"][0]) < 1.0
