@@ -135,7 +135,7 @@ class ResNetTask:
         self.fingerprint = self.digits.fingerprint
         self.batch_size = self.units_per_step = options.batch_size
         self.model = ResNet(options.model, classes=10)
-        self._init = jax.jit(mpjax.autocast(self.model.init, policies))
+        self._init = jax.jit(mpjax.autocast(self.model.init, policies, cast_output=False))
         self._evaluate = jax.jit(mpjax.autocast(self._validation_metrics, policies))
 
     def init(self, seed: int) -> tuple[Any, Any]:

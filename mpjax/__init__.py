@@ -1,21 +1,22 @@
-"""Mixed precision training for JAX and Flax.
+"""Mixed precision training for JAX.
 
-A policy says in which precision a module stores its parameters, computes and hands over its results; mpjax
-makes any Flax model and any JAX function follow it, and trains with it safely. One training step, and the
-files that it passes through:
+A policy says in which precision a module stores its parameters, computes and returns its results; mpjax makes
+any JAX model follow it, and trains with it safely. One training step, and the packages that it passes through:
 
     policies = mpjax.PolicyMap({".*attn": "p=f32,c=f32,o=bf16"}, default="p=f32,c=bf16,o=f32")
     state = mpjax.TrainState.create(apply_fn=model.apply, params=params, tx=tx, policy=policies)
     step = jax.jit(mpjax.make_train_step(loss_fn), donate_argnums=0)
     state, metrics = step(state, batch, rng)
 
-1. `policy` and `policy_map` parse what governs which module (`dtypes` knows the names).
-2. `train_step` asks `gradients` for the gradients of the loss, times the `loss_scale`, in the state's policy.
-3. While `loss_fn` is traced, `autocast` gives each operation the precision that the `regions` of the policy
-   ask for; `linen` and `nnx` open a region for each module and cast what it hands over (`casting`).
-4. The backward pass is traced under the same rules; the gradients become float32, are unscaled, averaged
-   over microbatches and replicas (`parallel`), and checked once, for all devices.
-5. `train_state` applies them, or skips the step as if it had not been. `placement` says which device holds what of it.
+1. `_precision` parses the policies and resolves which of them governs which module.
+2. `_training` takes the gradient of the loss, times the loss scale, under the state's policies.
+3. While `loss_fn` is traced, `_frameworks` opens a region for the function and for each module in it, and casts what a
+   module returns; in a region `_precision` gives each operation its precision.
+4. The backward pass is traced in the same regions; the gradients become float32, are unscaled, averaged over
+   microbatches and replicas, and checked once for all devices.
+5. `_training` applies them, or skips the step and leaves the state unchanged.
+
+`_audit` reads the traced step and says what really runs in which precision. Each package says more in its `__init__`.
 """
 
 from mpjax import checkpoint as checkpoint
@@ -24,9 +25,10 @@ from mpjax import linen as linen
 from mpjax import nnx as nnx
 from mpjax import testing as testing
 from mpjax._audit.audit import audit as audit
-from mpjax._frameworks import linen as _linen  # noqa: F401  (opens the interceptor)
+from mpjax._frameworks.autocast import apply_policy as apply_policy
 from mpjax._frameworks.autocast import autocast as autocast
 from mpjax._frameworks.autocast import full_precision as full_precision
+from mpjax._frameworks.explain import Explanation as Explanation
 from mpjax._frameworks.explain import explain as explain
 from mpjax._precision.casting import cast_floating as cast_floating
 from mpjax._precision.casting import cast_to_full as cast_to_full

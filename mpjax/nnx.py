@@ -13,7 +13,6 @@ import optax
 from flax import nnx
 
 from mpjax._frameworks.nnx import apply_policy as apply_policy
-from mpjax._frameworks.nnx import governed_modules as governed_modules
 from mpjax._frameworks.nnx import policies_of as policies_of
 from mpjax._frameworks.nnx import stored_dtypes
 from mpjax._training import optimizer

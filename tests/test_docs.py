@@ -4,16 +4,18 @@ import doctest
 import importlib
 import pkgutil
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import mpjax
 
 MODULES = sorted(m.name for m in pkgutil.walk_packages(mpjax.__path__, "mpjax."))
-GLOBALS = {"mpjax": mpjax, "jax": jax, "jnp": jnp, "np": np, "optax": optax}
+GLOBALS = {"mpjax": mpjax, "jax": jax, "jnp": jnp, "np": np, "optax": optax, "nn": nn, "nnx": nnx}
 
 
 def examples(name: str) -> list[doctest.DocTest]:

@@ -9,7 +9,7 @@ README = ROOT / "README.md"
 
 def test_the_code_of_the_readme_runs_from_top_to_bottom(capsys):
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     namespace = {}
     for block in blocks:
         exec(block, namespace)

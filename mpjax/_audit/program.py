@@ -11,7 +11,7 @@ from typing import Any
 
 from mpjax._audit import source_locations
 from mpjax._audit.source_locations import FORWARD, Line
-from mpjax._precision.module_scope import Classes
+from mpjax._precision.module_scope import OUTPUT_SCOPE, Classes
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 
@@ -133,7 +133,7 @@ class Op:
     @property
     def handed_over(self) -> bool:
         """Whether it is the cast by which a module under a policy hands over a result."""
-        return source_locations.hands_over(source_locations.frames(self.eqn.source_info.traceback))
+        return OUTPUT_SCOPE in self.stack
 
     @property
     def out(self) -> Value:

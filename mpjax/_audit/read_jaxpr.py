@@ -14,6 +14,7 @@ from jax.extend.core import Literal
 from mpjax._audit import source_locations
 from mpjax._audit.program import Loop, LostConstant, Op, Program, Value
 from mpjax._audit.source_locations import BACKWARD, OPTIMIZER, Line
+from mpjax._frameworks.protocol import intercepted
 from mpjax._precision import module_scope
 
 # Their inner jaxprs say how two numbers are combined, or are a kernel.
@@ -48,7 +49,11 @@ def read(fn: Callable[..., Any], args: tuple[Any, ...]) -> Program:
         if constant is not None:
             lost.append(constant)
 
-    with module_scope.recorded() as classes, np.errstate(over="call", under="call", call=record):
+    with (
+        module_scope.recording() as classes,
+        intercepted(),
+        np.errstate(over="call", under="call", call=record),
+    ):
         jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
     reader = _Reader()
     flat = jax.tree_util.tree_flatten_with_path(args)[0]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import os
 import re
 import sysconfig
@@ -23,7 +22,7 @@ _TRANSFORMATION = re.compile(r"\w+\(")
 # What JAX itself puts on the name stack, and an einsum's formula.
 _NO_MODULE = re.compile(
     r".*->.*|checkpoint|remat\w*|while|body|cond|closed_call|branch_\d+_fun|body_fun|cond_fun|shard_map|"
-    r"custom_[jv]vp_call\w*|full_precision"
+    r"custom_[jv]vp_call\w*|full_precision|mpjax_output"
 )
 # Not the names that linen gives to submodules, such as Dense_0.
 _CLASS_NAME = re.compile(r"(?!.*_\d+$)_*[A-Z]\w*")
@@ -45,7 +44,6 @@ _LIBRARIES = (*_JAX, *(_directory(m) for m in (flax, optax, chex, jmp)))
 _STANDARD = (_PATHS["stdlib"] + os.sep, _PATHS["platstdlib"] + os.sep)
 # Beyond this file lies whoever asked for the audit, not the program.
 _AUDIT = os.path.join(_MPJAX, "_audit", "read_jaxpr.py")
-_REGIONS = os.path.join(_MPJAX, "_precision", "regions.py")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +85,7 @@ def scope(stack: str) -> Scope:
 
     What modules have left their marks on it; of others the names that they open are all that is known.
     """
-    marked = module_scope.last(stack)
+    marked = module_scope.last_mark(stack)
     outside = stack if marked is None else marked[0]
     names = _path(outside)
     root, path, module = "", names, None
@@ -165,12 +163,6 @@ def called_classes(traceback: Any) -> tuple[str, ...]:
         if frame.function_name.endswith(".__call__") and layer and not file.startswith(_JAX):
             found.append(frame.function_name.split(".")[-2])
     return tuple(reversed(found))
-
-
-def hands_over(found: list[Line]) -> bool:
-    """Whether a module under a policy hands over its result here."""
-    ours = itertools.takewhile(lambda f: f.file.startswith(_JAX), found)
-    return any(f.file == _REGIONS and f.function.startswith("hand_over") for f in ours)
 
 
 @functools.cache

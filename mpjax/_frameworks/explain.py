@@ -3,19 +3,13 @@
 import dataclasses
 import html
 import shutil
-from collections.abc import Mapping
 from typing import Any
 
-import flax.linen
-import jax
-import jmp
 import numpy as np
-from flax import nnx
 
-from mpjax._frameworks.autocast import under
-from mpjax._frameworks.nnx import apply_policy, governed_modules
+from mpjax._frameworks.protocol import FRAMEWORKS, ModuleParameters, framework_of
 from mpjax._precision import dtypes
-from mpjax._precision.policy_map import PolicyMap, as_policy_map
+from mpjax._precision.policy_map import PolicyMap, PolicyMapLike, as_policy_map
 
 _HEADER = ("module", "class", "decided by", "policy", "parameters", "stored in")
 
@@ -92,82 +86,49 @@ class Explanation:
 
 
 def explain(
-    model: "flax.linen.Module | nnx.Module",
-    policies: "str | dict | jmp.Policy | PolicyMap",
+    model: Any,
+    policies: PolicyMapLike,
     *example_inputs: Any,
     **kwargs: Any,
 ) -> Explanation:
     """Returns a table of which policy governs which module of a model, and which pattern decided.
 
-    Nothing is computed: a linen model is traced with the shapes of the inputs.
+    >>> model = nn.Dense(4)
+    >>> explain(model, "p=f32,c=bf16,o=f32", jnp.ones((1, 3)))[""].policy
+    'p=full,c=bf16,o=full'
+
+    Nothing is computed: a linen or Haiku model is traced with the shapes of the inputs.
 
     Args:
-      model: a flax.linen or flax.nnx module.
+      model: a flax.linen, flax.nnx or Equinox module, or what `hk.transform` returns.
       policies: a policy string, a policy, a dict from pattern to policy, or a `PolicyMap`.
-      *example_inputs: what the model is called with, arrays or `jax.ShapeDtypeStruct`; an nnx model
-        needs none.
+      *example_inputs: what the model is called with, arrays or `jax.ShapeDtypeStruct`s; nnx and Equinox models
+        need none.
       **kwargs: further arguments of the call, such as `train=False`.
 
     Raises:
       ValueError: if a pattern governs no module.
-      TypeError: if `model` is no Flax module.
+      TypeError: if `model` belongs to no framework that mpjax knows.
     """
     policies = as_policy_map(policies)
-    if isinstance(model, nnx.Module):
-        return Explanation(tuple(_nnx_rows(model, policies)))
-    if isinstance(model, flax.linen.Module):
-        return Explanation(tuple(_linen_rows(model, policies, example_inputs, kwargs)))
-    raise TypeError(
-        f"explain expects a flax.linen or flax.nnx module, got {type(model).__name__}. A plain function has no "
-        "modules; the map's default governs it."
-    )
+    framework = framework_of(model)
+    if framework is None:
+        raise TypeError(
+            f"explain expects a model of {', '.join(FRAMEWORKS)}, got {type(model).__name__}. A plain function has no "
+            "modules; the map's default governs it."
+        )
+    modules = framework.modules(model, policies, example_inputs, kwargs)
+    return Explanation(tuple(_row(module, policies) for module in modules))
 
 
-def _linen_rows(
-    model: flax.linen.Module, policies: PolicyMap, inputs: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[ModulePolicy]:
-    rngs = {name: jax.random.key(0) for name in ("params", "dropout")}
-    seen: list[Any] = []
-
-    def init(*inputs: Any) -> Any:
-        variables, watch = under(model.init, policies).watched(rngs, *inputs, **kwargs)
-        seen.append(watch)
-        return variables
-
-    variables = jax.eval_shape(init, *inputs)
-    params = flax.linen.meta.unbox(variables.get("params", {}))
-    rows = []
-    for path, (cls, entry) in seen[0].modules.items():
-        own = params
-        for name in path.split("/") if path else ():
-            own = own.get(name, {})
-        leaves = [x for v in own.values() if not isinstance(v, Mapping) for x in jax.tree.leaves(v)]
-        rows.append(_row(path, cls, policies, entry, leaves))
-    return rows
-
-
-def _nnx_rows(model: nnx.Module, policies: PolicyMap) -> list[ModulePolicy]:
-    graphdef, state = nnx.split(model)
-    shapes: dict[str, Any] = {}
-
-    def build(state: Any) -> None:
-        shapes.update(governed_modules(apply_policy(nnx.merge(graphdef, state), policies)))
-
-    jax.eval_shape(build, state)
-    return [
-        _row(path, cls, policies, entry, [p.get_value() for p in params])
-        for path, (cls, entry, params) in sorted(shapes.items())
-    ]
-
-
-def _row(path: str, cls: type, policies: PolicyMap, entry: int, leaves: list[Any]) -> ModulePolicy:
+def _row(module: ModuleParameters, policies: PolicyMap) -> ModulePolicy:
     return ModulePolicy(
-        path=path,
-        cls=cls.__name__,
-        pattern=policies.pattern(entry),
-        policy=str(policies.policy(entry)),
-        parameters=int(sum(np.prod(x.shape, dtype=np.int64) for x in leaves)),
-        dtypes=tuple(sorted({x.dtype.name for x in leaves})),
+        path=module.path,
+        cls=module.cls.__name__,
+        pattern=policies.pattern(module.entry),
+        policy=str(policies.policy(module.entry)),
+        parameters=int(sum(np.prod(x.shape, dtype=np.int64) for x in module.parameters)),
+        dtypes=tuple(sorted({x.dtype.name for x in module.parameters})),
     )
 
 

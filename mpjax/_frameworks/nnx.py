@@ -1,46 +1,91 @@
-"""How flax.nnx modules enter and leave their regions.
+"""flax.nnx: its modules carry their policy, after `apply_policy`.
 
-nnx has no interceptors, so `apply_policy` returns a copy of a model whose modules belong to subclasses that
-do what linen.py's interceptor does. Which policy governs a module is decided then, once, and travels
-with its class: through `nnx.jit`, `nnx.scan`, `nnx.vmap` and `nnx.remat`.
+Modules are mutable, so state that a method has written is given back the dtype that it is stored in.
 """
 
-import contextlib
-import dataclasses
-import functools
-import types
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
-import jmp
 from flax import nnx
-from flax.nnx.nn import recurrent
 
-from mpjax._frameworks.autocast import Watch, module_hooks, under
-from mpjax._precision import casting, dtypes, module_scope, regions
-from mpjax._precision.policy_map import PolicyMap, as_policy_map
+from mpjax._frameworks import governed as governing
+from mpjax._frameworks.autocast import under
+from mpjax._frameworks.governed import Governed, governed_of, original_class
+from mpjax._frameworks.protocol import Framework, ModuleParameters
+from mpjax._precision import casting, dtypes, module_scope
+from mpjax._precision.module_scope import Carry
+from mpjax._precision.policy_map import PolicyMap, PolicyMapLike, as_policy_map
 
 M = TypeVar("M", bound=nnx.Module)
 
-_ATTRIBUTE = "mpjax_policy"
+_CELL = Carry(argument=0, name="carry", result=0)
+# A cell's initial carry is state, not a result.
+_EXCLUDED = ("initialize_carry",)
+_DIRECTORY = os.path.dirname(nnx.__file__)
 
 
-@dataclasses.dataclass(frozen=True)
-class Governed:
-    """What a module of a model under policies carries: the map, its entry in it and its own path."""
+class Nnx(Framework):
+    """What flax.nnx tells mpjax."""
 
-    policies: PolicyMap
-    entry: int
-    path: str
+    name = "flax.nnx"
+    directory = _DIRECTORY
+    layers = (os.path.join(_DIRECTORY, "nn", ""), os.path.join(_DIRECTORY, "helpers.py"))
 
-    def __str__(self) -> str:
-        return str(self.policies.policy(self.entry))
+    def is_model(self, x: Any) -> bool:
+        """Whether `x` is an nnx module."""
+        return isinstance(x, nnx.Module)
 
-    __repr__ = __str__
+    def check_arguments(self, policies: PolicyMap, args: Sequence[Any]) -> None:
+        """A map with patterns cannot reach modules that do not carry it."""
+        governing.check_carries(policies, (x for x in args if self.is_model(x)), "nnx")
+
+    def apply_policy(self, model: M, policies: PolicyMap) -> M:
+        """A copy whose modules carry their policies; see `mpjax.apply_policy`."""
+        copy = nnx.merge(*nnx.split(model), copy=True)
+        modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(copy)}
+        classes = {path: original_class(module) for path, module in modules.items()}
+        for path, governed in governing.resolve(policies, classes).items():
+            module = modules[path]
+            object.__setattr__(module, "__class__", _subclass(classes[path], governed))
+            _store_params(module, governed)
+        return copy
+
+    def modules(
+        self, model: nnx.Module, policies: PolicyMap, inputs: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Iterator[ModuleParameters]:
+        """All modules of the model, called or not, by path."""
+        graphdef, state = nnx.split(model)
+        found: dict[str, ModuleParameters] = {}
+
+        def build(state: Any) -> None:
+            for module in _governed_modules(self.apply_policy(nnx.merge(graphdef, state), policies)):
+                governed = governed_of(module)
+                assert governed is not None
+                params = [x.get_value() for x in _own_variables(module) if isinstance(x, nnx.Param)]
+                found[governed.path] = ModuleParameters(
+                    governed.path, original_class(module), governed.entry, params
+                )
+
+        jax.eval_shape(build, state)
+        yield from (found[path] for path in sorted(found))
+
+    def split(self, models: list[Any]) -> tuple[list[Any], Callable[[list[Any]], list[Any]]]:
+        """Their state; what several models share is in the state of the first of them only."""
+        graphdef, state = nnx.split(models)
+        states = [state.get(i, {}) for i in range(len(models))]
+
+        def merge(states: list[Any]) -> list[Any]:
+            return nnx.merge(graphdef, nnx.State({i: s for i, s in enumerate(states) if s}))
+
+        return states, merge
 
 
-def apply_policy(model: M, policies: "str | dict | jmp.Policy | PolicyMap") -> M:
+FRAMEWORK = Nnx()
+
+
+def apply_policy(model: M, policies: PolicyMapLike) -> M:
     """Returns a copy of an nnx model that runs under policies.
 
     Its parameters are stored in their param dtype and are otherwise the model's; modules that
@@ -53,7 +98,7 @@ def apply_policy(model: M, policies: "str | dict | jmp.Policy | PolicyMap") -> M
         the whole path of a module, such as `"blocks/0/attn"`.
 
     Raises:
-      ValueError: if a pattern of the map governs no module of the model.
+      ValueError: if a pattern of the map governs no module of the model, or a policy cannot be run.
       TypeError: if `model` is no nnx module.
     """
     if not isinstance(model, nnx.Module):
@@ -61,57 +106,20 @@ def apply_policy(model: M, policies: "str | dict | jmp.Policy | PolicyMap") -> M
             f"apply_policy expects a flax.nnx module, got {type(model).__name__}. For flax.linen modules and "
             "plain functions use mpjax.autocast(fn, policies)."
         )
-    policies = as_policy_map(policies)
-    copy = nnx.merge(*nnx.split(model), copy=True)
-    modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(copy)}
-    classes = {path: original_class(module) for path, module in modules.items()}
-    if policies.entries:
-        matches = {policies.match(path, cls) for path, cls in classes.items()}
-        policies.check_governs({m for m in matches if m is not None}, modules)
-    for path, module in modules.items():
-        governed = Governed(policies, policies.resolve(path, classes), path)
-        object.__setattr__(module, "__class__", _under_policy(classes[path], governed))
-        _store_params(module, governed)
-    return copy
-
-
-@contextlib.contextmanager
-def _refuse_unpatterned(watch: Watch) -> Iterator[None]:
-    """A map with patterns cannot reach a plain nnx module: say so rather than ignore them."""
-    for model in watch.args if watch.policies.entries else ():
-        if isinstance(model, nnx.Module) and policies_of(model) is None:
-            raise ValueError(
-                f"The policy map '{watch.policies}' has patterns, but the nnx module {type(model).__name__} does "
-                "not carry them. Pass mpjax.nnx.apply_policy(model, policies) instead of the model."
-            )
-    yield
-
-
-module_hooks.append(_refuse_unpatterned)
+    return FRAMEWORK.apply_policy(model, as_policy_map(policies))
 
 
 def policies_of(model: nnx.Module) -> PolicyMap | None:
     """The map that a model runs under, or None."""
-    governed = getattr(model, _ATTRIBUTE, None)
+    governed = governed_of(model)
     return None if governed is None else governed.policies
-
-
-def governed_modules(model: nnx.Module) -> dict[str, tuple[type, int, list[nnx.Param[Any]]]]:
-    """Class, entry and own parameters of each module of a model under policies, by path."""
-    modules = {}
-    for _, module in nnx.iter_modules(model):
-        governed: Governed | None = getattr(module, _ATTRIBUTE, None)
-        if governed is not None:
-            params = [x for x in _own_variables(module) if isinstance(x, nnx.Param)]
-            modules[governed.path] = (original_class(module), governed.entry, params)
-    return modules
 
 
 def stored_dtypes(model: nnx.Module) -> list[tuple[str, Any, Any]]:
     """Path and dtype of each parameter of a model under policies, and the dtype that its policy stores it in."""
     found = []
     for path, module in nnx.iter_modules(model):
-        governed: Governed | None = getattr(module, _ATTRIBUTE, None)
+        governed = governed_of(module)
         if governed is None:
             continue
         wanted = governed.policies.policy(governed.entry).param_dtype
@@ -121,100 +129,48 @@ def stored_dtypes(model: nnx.Module) -> list[tuple[str, Any, Any]]:
     return found
 
 
-def original_class(module: nnx.Module) -> type:
-    """The class that the module had before `apply_policy`."""
-    cls = type(module)
-    return cls.__mro__[1] if _ATTRIBUTE in vars(cls) else cls
+def _governed_modules(model: nnx.Module) -> Iterator[nnx.Module]:
+    return (module for _, module in nnx.iter_modules(model) if governed_of(module) is not None)
 
 
-@functools.cache
-def _under_policy(cls: type, governed: Governed) -> type:
-    """The subclass of `cls` whose public methods run in their module's region.
-
-    The policy is an attribute of the class: modules, and what walks over their attributes, see no other.
-    """
-    namespace: dict[str, Any] = {
-        _ATTRIBUTE: governed,
-        "__doc__": cls.__doc__,
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__reduce__": _reduce,
-    }
+def _subclass(cls: type, governed: Governed) -> type:
     base = next(c for c in cls.__mro__ if c in (nnx.Module, nnx.Object))
-    inherited = set(dir(base))
-    for name in dir(cls):
-        if name != "__call__" and (name.startswith("_") or name in inherited):
-            continue
-        # A cell's initial carry is state, not a result.
-        method = _find(cls, name)
-        if name != "initialize_carry" and _is_method(method):
-            namespace[name] = _in_region(name, method, governed, cls)
-    return type(cls)(cls.__name__, (cls,), namespace)
+    return governing.subclass(cls, governed, base, _run, _subclass, _EXCLUDED)
 
 
-def _find(cls: type, name: str) -> Any:
-    return next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), None)
+def _run(
+    self: nnx.Module,
+    name: str,
+    bound: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    governed: Governed,
+) -> Any:
+    """Runs a module's method in its region."""
+    bridges_linen = isinstance(self, nnx.bridge.ToNNX)
+    if bridges_linen:  # the linen modules in it follow, as one region
+        bound = under(bound, governed.policies.policy(governed.entry))
+    cls, state = original_class(self), _state_dtypes(self)
 
+    def paths() -> Iterator[str]:
+        return (g.path for module in _governed_modules(self) if (g := governed_of(module)) is not None)
 
-def _is_method(x: Any) -> bool:
-    """Functions, and what transforms such as `nnx.jit` make of them when they decorate a method."""
-    if isinstance(x, types.FunctionType):
-        return True
-    return callable(x) and hasattr(x, "__get__") and not isinstance(x, (type, staticmethod, classmethod))
-
-
-def _in_region(name: str, method: Any, governed: Governed, cls: type) -> Any:
-    # Without the path: what governs each module is decided, so modules under one policy share their traces.
-    region = regions.Region(governed.policies, governed.entry, in_module=True)
-
-    @functools.wraps(method, updated=())
-    def wrapper(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        bound = method.__get__(self, type(self))
-        if regions.running() == (governed.path, cls):
-            return bound(*args, **kwargs)
-        if isinstance(self, nnx.bridge.ToNNX):  # the linen modules in it follow, as one region
-            bound = under(bound, governed.policies.policy(governed.entry))
-        state = _state_dtypes(self)
-        scope = jax.named_scope(_relative_path(governed.path) or cls.__name__)
-        with scope, module_scope.opened(_mark(self, governed.path, cls), cls):
-            out = regions.call_module(
-                bound,
-                args,
-                kwargs,
-                region,
-                path=governed.path,
-                cls=cls,
-                is_leaf=_is_module,
-                carries=isinstance(self, recurrent.RNNCellBase) and name == "__call__",
-            )
-        for variable, before in state:
-            kept = casting.cast_to_dtypes(variable.get_value(), before)
-            if kept is not variable.get_value():
-                variable.set_value(kept)
-        return out
-
-    return wrapper
-
-
-def _mark(self: nnx.Module, path: str, cls: type) -> module_scope.Mark:
-    """By which an audit knows whose operations it reads."""
-    caller = module_scope.innermost()
-    root = cls.__name__ if not path else caller.root if caller else ""
-    if caller is None:  # modules that do not run are modules of the model, too
-        module_scope.present(root, _governed_paths(self))
-    return module_scope.Mark(root, path, base=path if issubclass(cls, nnx.bridge.ToNNX) else None)
-
-
-def _governed_paths(model: nnx.Module) -> Iterator[str]:
-    for _, module in nnx.iter_modules(model):
-        if (governed := getattr(module, _ATTRIBUTE, None)) is not None:
-            yield governed.path
-
-
-def _relative_path(path: str) -> str:
-    """The path as seen from the module that is running, so that nested scopes spell the whole."""
-    outer = regions.running()
-    return path.removeprefix(f"{outer[0]}/") if outer else path
+    with governing.scopes(cls, governed, paths, governed.path if bridges_linen else None):
+        out = module_scope.call_module(
+            bound,
+            args,
+            kwargs,
+            path=governed.path,
+            cls=cls,
+            region=governed.region,
+            is_leaf=_is_module,
+            carry=_CELL if isinstance(self, nnx.RNNCellBase) and name == "__call__" else None,
+        )
+    for variable, before in state:
+        stored = casting.cast_to_dtypes(variable.get_value(), before)
+        if stored is not variable.get_value():
+            variable.set_value(stored)
+    return out
 
 
 def _is_module(x: Any) -> bool:
@@ -239,7 +195,7 @@ def _state_dtypes(module: nnx.Module) -> list[tuple[nnx.Variable[Any], tuple[Any
 
     The outermost module answers for the whole model, as a module may write another's state.
     """
-    if regions.running() is None:
+    if module_scope.running() is None:
         variables = [x for _, x in nnx.iter_graph(module) if isinstance(x, nnx.Variable)]
     else:
         variables = _own_variables(module)
@@ -260,15 +216,3 @@ def _store_params(module: nnx.Module, governed: Governed) -> None:
                     variable.set_value(value.update(dtype=dtype))
             else:
                 variable.set_value(casting.cast_floating(value, dtype))
-
-
-def _reduce(self: nnx.Module) -> Any:
-    """Pickles and deep copies by the original class, as the subclass has no importable name."""
-    return (_rebuild, (original_class(self), getattr(self, _ATTRIBUTE), dict(vars(self))))
-
-
-def _rebuild(cls: type, governed: Governed, attributes: dict[str, Any]) -> nnx.Module:
-    subclass = _under_policy(cls, governed)
-    module: nnx.Module = object.__new__(subclass)
-    vars(module).update(attributes)
-    return module

@@ -1,4 +1,4 @@
-"""`Policy`: in which precision a module stores its parameters, computes and hands over its results."""
+"""`Policy`: in which precision a module stores its parameters, computes and returns its results."""
 
 import dataclasses
 from typing import TypeVar
@@ -12,7 +12,7 @@ from mpjax._precision import casting, dtypes
 
 T = TypeVar("T")
 
-# Operand formats for matrix products that are narrower than the compute dtype.
+# Operand formats for matmuls that are narrower than the compute dtype.
 GEMM_RECIPES = ("fp8", "mxfp8", "mxfp4", "nvfp4")
 _KEYS = {
     "p": "param_dtype",
@@ -36,9 +36,9 @@ class Policy(jmp.Policy):
 
     Attributes:
       param_dtype: storage of the parameters.
-      compute_dtype: what activations travel in, and what matrix products and convolutions take.
-      output_dtype: what code outside is handed.
-      gemm: an operand format for matrix products narrower than the compute dtype, or None.
+      compute_dtype: of the operands of matmuls and convolutions, and of activations inside of a module.
+      output_dtype: of what a module returns to code outside.
+      gemm: an operand format for matmuls narrower than the compute dtype, or None.
     """
 
     param_dtype: np.dtype

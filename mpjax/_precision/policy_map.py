@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jmp
@@ -153,7 +153,11 @@ class PolicyMap:
             )
 
 
-def as_policy_map(policies: "str | Mapping[Any, Any] | jmp.Policy | PolicyMap") -> PolicyMap:
+# All the ways to give policies.
+PolicyMapLike: TypeAlias = str | jmp.Policy | Mapping[Any, Any] | PolicyMap
+
+
+def as_policy_map(policies: PolicyMapLike) -> PolicyMap:
     """Returns the map that any way to give a policy stands for.
 
     Args:

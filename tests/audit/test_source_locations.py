@@ -318,7 +318,7 @@ def test_the_line_of_a_product_in_equinox_is_the_users():
         y = jax.vmap(layer)(x)
         return jnp.mean(y**2)
 
-    assert lines(jax.grad(loss), arrays, X) == {("test_places.py", "y = jax.vmap(layer)(x)")}
+    assert lines(jax.grad(loss), arrays, X) == {("test_source_locations.py", "y = jax.vmap(layer)(x)")}
 
 
 def test_the_line_of_a_product_in_haiku_is_the_users():
@@ -331,7 +331,7 @@ def test_the_line_of_a_product_in_haiku_is_the_users():
 
     model = hk.without_apply_rng(hk.transform(lambda x: Model()(x)))
     params = jax.eval_shape(model.init, jax.random.key(0), X)
-    assert lines(jax.grad(model.apply), params, X) == {("test_places.py", "x = hk.Linear(8)(x)")}
+    assert lines(jax.grad(model.apply), params, X) == {("test_source_locations.py", "x = hk.Linear(8)(x)")}
 
 
 def installed(tmp_path: pathlib.Path, package: str, source: str, **names: Any) -> Any:
@@ -351,7 +351,7 @@ def test_the_line_of_a_product_in_an_installed_package_is_where_the_user_calls_i
         return dense(x, w)
 
     assert lines(loss, X, jax.ShapeDtypeStruct((8, 2), jnp.float32)) == {
-        ("test_places.py", "return dense(x, w)")
+        ("test_source_locations.py", "return dense(x, w)")
     }
 
 
@@ -369,7 +369,7 @@ def test_modules_leave_no_marks_outside_of_audits():
     params = model.init(jax.random.key(0), jnp.ones((4, 8)))
     mpjax.audit(model.apply, params, X)
     for eqn in jax.make_jaxpr(mpjax.autocast(model.apply, BF16))(params, jnp.ones((4, 8))).eqns:
-        assert module_scope.last(str(eqn.source_info.name_stack)) is None
+        assert module_scope.last_mark(str(eqn.source_info.name_stack)) is None
 
 
 def test_an_audit_within_an_audit_keeps_its_marks_to_itself():

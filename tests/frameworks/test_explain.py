@@ -98,5 +98,7 @@ def test_an_unknown_path_is_refused_with_the_closest():
 
 
 def test_what_is_no_flax_module_is_refused():
-    with pytest.raises(TypeError, match=r"explain expects a flax\.linen or flax\.nnx module, got function"):
+    with pytest.raises(
+        TypeError, match=r"explain expects a model of flax\.linen, flax\.nnx, equinox, haiku, got function"
+    ):
         mpjax.explain(lambda x: x, "bf16")

@@ -253,7 +253,7 @@ def test_activations_between_layers_are_half_and_the_logits_float32() -> None:
 
 
 def test_the_output_follows_the_policy_and_parameters_stay_float32() -> None:
-    variables = jax.eval_shape(autocast(Layers().init, "p=f32,c=bf16,o=bf16"), KEY, X)
+    variables = jax.eval_shape(autocast(Layers().init, "p=f32,c=bf16,o=bf16", cast_output=False), KEY, X)
     assert dtypes_of(variables) == {"float32"}
     for policy, dtype in (("p=f32,c=bf16,o=bf16", "bfloat16"), ("bf16", "bfloat16"), (F16, "float32")):
         assert jax.eval_shape(autocast(Layers().apply, policy), variables, X).dtype == dtype
@@ -545,7 +545,9 @@ def test_the_running_variance_of_large_values_is_float32_and_right(policy: str) 
     model = nn.BatchNorm(use_running_average=False, momentum=0.9)
     x = jnp.array([[300.0], [-300.0]], jnp.float16)
     variables = initial(model, x)
-    run = jax.jit(autocast(lambda v, x: model.apply(v, x, mutable=["batch_stats"]), policy))
+    run = jax.jit(
+        autocast(lambda v, x: model.apply(v, x, mutable=["batch_stats"]), policy, cast_output=False)
+    )
     _, state = run(variables, x)
     assert stored(state) == {"batch_stats": {"mean": "float32", "var": "float32"}}
     np.testing.assert_allclose(state["batch_stats"]["var"], [9000.9], rtol=1e-6)
@@ -657,7 +659,7 @@ def test_init_under_a_policy_stores_parameters_in_their_param_dtype_with_the_sam
 
 def test_init_under_a_map_stores_each_module_in_its_own_param_dtype() -> None:
     policies = {"head": "p=f32,c=f32,o=f32", "*": "p=bf16,c=bf16,o=f32"}
-    params = dict(jax.eval_shape(autocast(Model("loop").init, policies), KEY, X)["params"])
+    params = dict(jax.eval_shape(autocast(Model("loop").init, policies, cast_output=False), KEY, X)["params"])
     assert dtypes_of(params.pop("head")) == {"float32"}
     assert dtypes_of(params) == {"bfloat16"}
 
@@ -665,7 +667,7 @@ def test_init_under_a_map_stores_each_module_in_its_own_param_dtype() -> None:
 def test_partitioned_parameters_keep_their_partitioning() -> None:
     init = nn.with_partitioning(nn.initializers.ones, ("rows", "columns"))
     model = nn.Dense(3, kernel_init=init)
-    variables = autocast(model.init, "p=bf16,c=bf16,o=f32")(KEY, X)
+    variables = autocast(model.init, "p=bf16,c=bf16,o=f32", cast_output=False)(KEY, X)
     kernel = variables["params"]["kernel"]
     assert (kernel.names, kernel.value.dtype) == (("rows", "columns"), jnp.bfloat16)
     assert autocast(model.apply, BF16)(variables, X).dtype == jnp.float32

@@ -16,7 +16,7 @@ from programs import operand_dtypes
 
 import mpjax
 from mpjax import autocast, full_precision
-from mpjax._precision import regions
+from mpjax._precision import module_scope, regions
 
 BF16 = "p=f32,c=bf16,o=f32"
 F16 = "p=f32,c=f16,o=f32"
@@ -206,7 +206,7 @@ def test_an_exception_inside_leaves_no_policy_behind(wrap: Any) -> None:
     with pytest.raises(RuntimeError, match="inside"):
         autocast(wrap(fail), BF16)(jnp.float32(1))
     assert regions.current() is None
-    assert regions.running() is None
+    assert module_scope.running() is None
     assert product_dtypes(product, X) == ["float32"]
 
 
@@ -236,7 +236,7 @@ def test_an_exception_in_a_module_leaves_no_module_running(framework: str) -> No
         with pytest.raises(RuntimeError, match="inside"):
             run(X)
         assert regions.current() is None
-        assert regions.running() is None
+        assert module_scope.running() is None
 
 
 def test_an_exception_caught_inside_restores_the_region_around_it() -> None:
@@ -278,7 +278,7 @@ def test_a_changing_loop_carry_is_explained_with_module_dtypes_and_ways_out() ->
     assert "module 'loop' (Recurrence)" in note
     assert "policy 'p=full,c=bf16,o=full'" in note
     assert "one side is float32, the other bfloat16" in note
-    assert "start the loop's carry in bfloat16, what the body makes of it" in note
+    assert "start the loop's carry in bfloat16, the dtype that the body makes of it" in note
     assert "PolicyMap" in note
 
 
@@ -290,7 +290,7 @@ def test_the_note_names_the_dtype_that_the_body_makes_also_where_it_is_the_wide_
     with pytest.raises(TypeError) as error:
         autocast(fn, BF16)(X)
     (note,) = [n for n in error.value.__notes__ if n.startswith("mpjax:")]
-    assert "start the loop's carry in float32, what the body makes of it" in note
+    assert "start the loop's carry in float32, the dtype that the body makes of it" in note
 
 
 def test_branches_that_differ_are_explained_in_their_own_words() -> None:
@@ -375,7 +375,7 @@ def test_a_gemm_recipe_that_cannot_run_yet_is_refused_by_name() -> None:
 @pytest.mark.parametrize(("dtype", "wide"), [("bfloat16", "float32"), ("float16", "bfloat16")])
 def test_widening_never_narrows_and_keeps_what_it_need_not_change(dtype: str, wide: str) -> None:
     tree = {"x": jnp.ones(2, dtype), "w": jnp.ones(2), "n": None, "i": np.arange(2)}
-    out = regions.widen(tree, np.dtype(wide))
+    out = module_scope.widen(tree, np.dtype(wide))
     assert out["w"] is tree["w"]
     assert out["i"] is tree["i"]
     assert out["x"].dtype == (jnp.float32 if wide == "float32" else dtype)
@@ -383,6 +383,6 @@ def test_widening_never_narrows_and_keeps_what_it_need_not_change(dtype: str, wi
 
 def test_handing_over_casts_arrays_both_ways_and_never_narrows_a_scalar() -> None:
     tree = [jnp.ones(2), jnp.ones(2, jnp.float16), jnp.float32(1), jnp.float16(1)]
-    narrow = regions.hand_over(tree, np.dtype(jnp.float16))
+    narrow = module_scope.cast_output(tree, np.dtype(jnp.float16))
     assert [x.dtype for x in narrow] == ["float16", "float16", "float32", "float16"]
-    assert [x.dtype for x in regions.hand_over(tree, np.dtype(np.float32))] == ["float32"] * 4
+    assert [x.dtype for x in module_scope.cast_output(tree, np.dtype(np.float32))] == ["float32"] * 4

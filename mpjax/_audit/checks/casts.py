@@ -12,7 +12,7 @@ from mpjax._audit.findings import ERROR, NOTE, WARNING, Findings
 from mpjax._audit.program import Op, Program, Value
 from mpjax._audit.source_locations import BACKWARD, FORWARD
 from mpjax._precision import dtypes
-from mpjax._precision.rules import Decided
+from mpjax._precision.rules import PolicyPrecision
 
 # Uses of a parameter whose cotangents are few enough to add in 16 bits.
 _FEW = 4
@@ -173,7 +173,9 @@ def _is_residual(rounded: Value, value: Value) -> bool:
 
 def _is_decided(cast: Op) -> bool:
     """Whether a cast serves products under a policy only."""
-    return all(isinstance(use.eqn.params.get("precision"), Decided) for use, _ in dataflow.uses(cast.out))
+    return all(
+        isinstance(use.eqn.params.get("precision"), PolicyPrecision) for use, _ in dataflow.uses(cast.out)
+    )
 
 
 def _comes_from(value: Value, dtype: np.dtype) -> bool:

@@ -11,7 +11,7 @@ from mpjax._audit.findings import ERROR, WARNING, Findings
 from mpjax._audit.program import Op, Program, Value
 from mpjax._audit.source_locations import OPTIMIZER
 from mpjax._precision.policy_map import DEFAULT_ENTRY, PolicyMap, ancestors
-from mpjax._precision.rules import Decided
+from mpjax._precision.rules import PolicyPrecision
 
 
 def check(found: Findings) -> None:
@@ -40,10 +40,10 @@ def check(found: Findings) -> None:
 def _expected(op: Op, found: Findings) -> np.dtype | None:
     """The dtype that the operands of a product must have; None if nothing says it."""
     precision = op.eqn.params.get("precision")
-    decided = precision.compute_dtype if isinstance(precision, Decided) else None
+    decided = precision.compute_dtype if isinstance(precision, PolicyPrecision) else None
     if found.policies is None:
         return decided
-    asked_for = isinstance(precision, Decided) and decided is None
+    asked_for = isinstance(precision, PolicyPrecision) and decided is None
     explicit = precision is not None and (
         not isinstance(precision, tuple) or lax.Precision.HIGHEST in precision
     )
@@ -104,7 +104,7 @@ def _usual_dtype(program: Program) -> np.dtype | None:
 
 
 def _is_unmarked(op: Op) -> bool:
-    return not isinstance(op.eqn.params.get("precision"), Decided)
+    return not isinstance(op.eqn.params.get("precision"), PolicyPrecision)
 
 
 def _sums_nothing(op: Op) -> bool:
