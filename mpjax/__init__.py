@@ -43,8 +43,8 @@ from mpjax._precision.policy import get_policy as get_policy
 from mpjax._precision.policy_map import PolicyMap as PolicyMap
 from mpjax._precision.policy_map import as_policy_map as as_policy_map
 from mpjax._training.cross_device import all_gather as all_gather
-from mpjax._training.gradients import all_finite as all_finite
-from mpjax._training.gradients import select_tree as select_tree
+from mpjax._training.finite import all_finite as all_finite
+from mpjax._training.finite import select_tree as select_tree
 from mpjax._training.gradients import value_and_grad as value_and_grad
 from mpjax._training.loss_scale import DynamicLossScale as DynamicLossScale
 from mpjax._training.loss_scale import LossScale as LossScale

@@ -1,24 +1,32 @@
-"""Checkpoints on orbax: asynchronous, atomic, checked when they are read, with the policy beside the state.
+"""Checkpoints on orbax: asynchronous, atomic, checked when they are read, with the policy next to the state.
 
-A checkpoint is a directory named after its step. It appears whole or not at all; what was damaged later is noticed
+A checkpoint is a directory named after its step. It appears whole or not at all; damage that comes later is noticed
 by the sums of its bytes, and the one before it is taken. Needs `pip install 'mpjax[checkpoint]'`.
 """
 
+import os
 import warnings
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
 from mpjax._precision.policy_map import PolicyMap, as_policy_map
 from mpjax._training import manifest as manifests
+from mpjax._training import storage
 from mpjax._training.loss_scale import check_loss_scale
 from mpjax._training.manifest import CheckpointError as CheckpointError
 from mpjax._training.manifest import DamageError as DamageError
 from mpjax._training.train_state import check_params
+from mpjax._training.types import Leaf, PyTree
 
-_ARRAYS, _MANIFEST = "state", "mpjax"
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+    from etils import epath
+
+S = TypeVar("S")  # a TrainState, or another tree
+
 _UNFINISHED = (".orbax-checkpoint-tmp", ".deleted")
 _DAMAGED = ".damaged"
 
@@ -36,7 +44,7 @@ class Info(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints in one directory, of which the last few and the best are kept.
+    """The checkpoints in one directory, of which the last few and the best are retained.
 
     With several processes all of them make this object and call its methods at the same steps; each
     writes and reads its own shards, in a directory that all of them see.
@@ -53,7 +61,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        directory: Any,
+        directory: str | os.PathLike[str],
         *,
         keep: int = 3,
         keep_best: int = 0,
@@ -64,7 +72,7 @@ class Checkpoints:
 
         Args:
           directory: a path, or an address such as gs://bucket/run.
-          keep: how many of the last checkpoints are kept.
+          keep: how many of the last checkpoints are retained.
           keep_best: how many more, the best by `metric`.
           metric: a name among the metrics given to `save`.
           mode: whether the smallest or the largest is the best.
@@ -79,11 +87,11 @@ class Checkpoints:
                 f"Expected keep >= 1, keep_best >= 0 and mode 'min' or 'max', got keep={keep}, "
                 f"keep_best={keep_best} and mode={mode!r}."
             )
-        self._ocp, epath = _import_orbax()
+        self._ocp, epath = storage.import_orbax()
         path = epath.Path(directory)
         self.directory = path if "://" in str(directory) else path.expanduser().resolve()
         self.keep, self.keep_best, self.metric, self.mode = keep, keep_best, metric, mode
-        self._checkpointer: Any = None
+        self._checkpointer: ocp.AsyncCheckpointer | None = None
         self._saving: int | None = None
         self._error: Exception | None = None
         self._failure: CheckpointError | None = None
@@ -117,7 +125,9 @@ class Checkpoints:
     @property
     def best(self) -> int | None:
         """The step of the best checkpoint by `metric`, or None."""
-        return next(iter(self._by_quality(self.steps)), None)
+        sign = 1 if self.mode == "max" else -1
+        ranked = [(sign * self._rank(c.metrics), c.step) for c in self._candidates(self.steps) if c.metrics]
+        return max(ranked)[1] if ranked else None
 
     def info(self, step: int) -> Info:
         """What the checkpoint of a step says of itself; no array is read.
@@ -131,9 +141,9 @@ class Checkpoints:
 
     def save(
         self,
-        state: Any,
+        state: PyTree,
         *,
-        extra: Any = None,
+        extra: PyTree | None = None,
         step: int | None = None,
         metrics: Mapping[str, Any] | None = None,
         notes: Mapping[str, Any] | None = None,
@@ -148,8 +158,8 @@ class Checkpoints:
           extra: what else decides how training goes on, such as a key and the position in the data: a pytree
             of arrays, typed keys, and numbers or text.
           step: by default `state.step`. A step that is saved already is not saved again.
-          metrics: numbers, by one of which the best is kept.
-          notes: what to keep beside them, as JSON can hold it.
+          metrics: numbers, one of which decides which checkpoint is the best.
+          notes: what else to store, in a form that JSON can hold.
         """
         self._settle()
         step = int(state.step if step is None else step)
@@ -164,12 +174,10 @@ class Checkpoints:
                 for name, x in manifests.named_leaves(state, extra).items()
                 if not manifests.is_value(x)
             }
-            if self._checkpointer is None:
-                self._open_for_writing()
-            args = self._ocp.args.Composite(
-                **{_ARRAYS: self._ocp.args.PyTreeSave(arrays), _MANIFEST: self._ocp.args.JsonSave(manifest)}
+            self._checkpointer = self._checkpointer or self._open_for_writing()
+            self._checkpointer.save(
+                self.directory / str(step), args=storage.to_save(self._ocp, arrays, manifest)
             )
-            self._checkpointer.save(self.directory / str(step), args=args)
         except Exception as e:
             self._error = e
 
@@ -184,9 +192,16 @@ class Checkpoints:
             raise self._failure
 
     def restore(
-        self, state: Any, *, extra: Any = None, step: int | None = None, cast: bool = False
-    ) -> tuple[Any, Any]:
-        """A state and what was saved beside it.
+        self,
+        state: S,
+        *,
+        extra: Any = None,
+        step: int | None = None,
+        cast: bool = False,  # type: ignore[assignment]
+    ) -> tuple[S, Any]:
+        """Returns a state and what was saved next to it.
+
+            state, extra = checkpoints.restore(state, extra={"rng": key, "position": 0})
 
         Shapes, dtypes and placement are those of the arguments, which may be abstract
         (`jax.ShapeDtypeStruct`, with a sharding or without), on any mesh and any number of devices. Loss
@@ -194,10 +209,10 @@ class Checkpoints:
 
         Args:
           state: of the structure that was saved.
-          extra: likewise; its plain numbers come back plain. Without it, what was saved beside is left alone.
+          extra: likewise; its plain numbers come back plain. Without it, what was saved as `extra` is not read.
           step: which one; by default the last that can be read. A `CheckpointWarning` names each that cannot,
             which is set aside.
-          cast: go on under the policy, the dtypes and the kind of loss scale of `state` where they differ from
+          cast: continue under the policy, the dtypes and the kind of loss scale of `state` where they differ from
             those of the checkpoint.
 
         Returns:
@@ -215,7 +230,7 @@ class Checkpoints:
             except DamageError as e:
                 damaged[candidate] = str(e)
                 continue
-            # Only now: if none can be read, the reason may lie elsewhere, and nothing is touched.
+            # Only now: if none can be read, the reason may be another, and nothing is changed.
             self._set_aside(damaged, candidate)
             return restored
         if damaged:
@@ -223,12 +238,12 @@ class Checkpoints:
         raise CheckpointError(f"There is no checkpoint in '{self.directory}'.")
 
     def drop_after(self, step: int) -> None:
-        """Deletes the checkpoints of later steps, as when training goes back to this one."""
+        """Deletes the checkpoints of later steps, as when training continues from this one."""
         self._settle()
         self._delete([s for s in self.steps if s > step])
 
     def close(self) -> None:
-        """Waits for the last save and frees what orbax holds."""
+        """Waits for the last save and frees what orbax uses."""
         self._settle()
         if self._checkpointer is not None:
             self._checkpointer.close()
@@ -240,12 +255,12 @@ class Checkpoints:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _restore(self, step: int, state: Any, extra: Any, cast: bool) -> tuple[Any, Any]:
+    def _restore(self, step: int, state: S, extra: Any, cast: bool) -> tuple[S, Any]:
         found = self._read_manifest(step)
         where = self._where(step)
         policy = getattr(state, "policy", None)
         manifests.check(found, state, extra, policy, where, cast=cast)
-        own = manifests.kept_scales(found, state)
+        own = manifests.own_scales(found, state)
         named = manifests.named_leaves(state, extra)
         wanted = {
             name: x
@@ -263,28 +278,24 @@ class Checkpoints:
             if policy is not None and hasattr(state, "params"):
                 check_params(state.params, policy)
         except ValueError as e:
-            raise CheckpointError(f"{where} cannot be gone on with: {e}") from None
+            raise CheckpointError(f"{where} cannot be continued from: {e}") from None
         return state, extra
 
-    def _read_arrays(self, step: int, found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
-        """Reads and checks the arrays, in the dtypes and places of `wanted`."""
+    def _read_arrays(self, step: int, found: manifests.Manifest, wanted: dict[str, Leaf]) -> dict[str, Leaf]:
+        """Reads and checks the arrays, in the dtypes and with the placement of `wanted`."""
         templates = {
             name: manifests.template(x, found["leaves"][name]["dtype"]) for name, x in wanted.items()
         }
         problem = ""
-        restored: dict[str, Any] = {}
+        restored: dict[str, Leaf] = {}
         try:
-            places = self._ocp.checkpoint_utils.construct_restore_args(templates)
-            wish = self._ocp.args.PyTreeRestore(item=templates, restore_args=places, partial_restore=True)
-            args = self._ocp.args.Composite(**{_ARRAYS: wish})
-            with self._ocp.Checkpointer(self._handler()) as reader:
-                restored = reader.restore(self.directory / str(step), args=args)[_ARRAYS]
+            restored = storage.read(self._ocp, self.directory / str(step), templates)
         except Exception as e:
             problem = manifests.first_line(e)
         # Every process has to go back to the same checkpoint, whichever could not read its part.
         if not problem and (damaged := manifests.damaged_leaves(found, restored)):
             problem = f"the bytes of '{damaged[0]}' are not those that were saved"
-        if _any_process(bool(problem)):
+        if storage.any_process(bool(problem)):
             raise DamageError(
                 f"{self._where(step)} is damaged: {problem or 'another process cannot read its part'}."
             )
@@ -294,34 +305,20 @@ class Checkpoints:
         path = self.directory / str(step)
         if not path.exists():
             raise CheckpointError(f"There is no checkpoint of step {step} in '{self.directory}'.")
-        return manifests.read(path / _MANIFEST / "metadata", self._where(step))
+        return manifests.read(path / storage.MANIFEST / "metadata", self._where(step))
 
-    def _open_for_writing(self) -> None:
-        """Clears away what an earlier run had begun; only here, as a reader may look on while a run writes."""
+    def _open_for_writing(self) -> "ocp.AsyncCheckpointer":
+        """Removes what earlier runs left unfinished; only here, as others may read while a run writes."""
         if jax.process_index() == 0:
             self.directory.mkdir(parents=True, exist_ok=True)
             for path in self.directory.iterdir():
                 if any(mark in path.name for mark in _UNFINISHED):
                     path.rmtree()
-        _any_process(False)
-        self._checkpointer = self._ocp.AsyncCheckpointer(self._handler())
-
-    def _handler(self) -> Any:
-        """How orbax stores what we save."""
-        types = self._ocp.type_handlers
-        # By default orbax cuts replicated arrays so that each replica writes a part, with a program for every
-        # shape and device; that takes longer than it saves.
-        registry = types.create_type_handler_registry(
-            (jax.Array, types.ArrayHandler(use_replica_parallel=False)),
-            (np.ndarray, types.NumpyHandler()),
-        )
-        arrays = self._ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-        return self._ocp.CompositeCheckpointHandler(
-            **{_ARRAYS: arrays, _MANIFEST: self._ocp.JsonCheckpointHandler()}
-        )
+        storage.any_process(False)
+        return self._ocp.AsyncCheckpointer(storage.handler(self._ocp))
 
     def _settle(self) -> None:
-        """Waits for the save under way, tells if it failed, and deletes what is no longer kept."""
+        """Waits for the save under way, warns if it failed, and deletes what is not retained."""
         if self._saving is None:
             return
         if self._error is None and self._checkpointer is not None:
@@ -329,13 +326,15 @@ class Checkpoints:
                 self._checkpointer.wait_until_finished()
             except Exception as e:
                 self._error = e
-        if _any_process(self._error is not None):
+        if storage.any_process(self._error is not None):
             self._fail(self._error or RuntimeError("another process could not write its part"))
             return
         self._saving, self._failure = None, None
-        steps = self.steps
-        kept = {*steps[-self.keep :], *self._by_quality(steps)[: self.keep_best]}
-        self._delete([step for step in steps if step not in kept])
+        candidates = self._candidates(self.steps)
+        retained = storage.retained(
+            self._ocp, candidates, self._rank, last=self.keep, best=self.keep_best, mode=self.mode
+        )
+        self._delete([step for step in self.steps if step not in retained])
 
     def _fail(self, error: Exception) -> None:
         step, self._saving, self._error = self._saving, None, None
@@ -346,32 +345,35 @@ class Checkpoints:
         )
         warnings.warn(str(self._failure), CheckpointWarning, stacklevel=3)
 
-    def _by_quality(self, steps: list[int]) -> list[int]:
-        """The steps that have the metric, the best first and of equals the later."""
-        values = {}
-        for step in steps:
-            try:
-                values[step] = self.info(step).metrics.get(self.metric, np.nan)
-            except CheckpointError:
-                continue
-        sign = 1 if self.mode == "min" else -1
-        return sorted((s for s, v in values.items() if np.isfinite(v)), key=lambda s: (sign * values[s], -s))
+    def _candidates(self, steps: list[int]) -> list[storage.Candidate]:
+        return [storage.Candidate(step, self._metrics(step)) for step in steps]
+
+    def _metrics(self, step: int) -> dict[str, float] | None:
+        """The metrics of a checkpoint, or None if it cannot be ranked."""
+        try:
+            metrics = self.info(step).metrics
+        except CheckpointError:
+            return None
+        return metrics if np.isfinite(self._rank(metrics)) else None
+
+    def _rank(self, metrics: Mapping[str, float] | None) -> float:
+        return (metrics or {}).get(self.metric, np.nan)
 
     def _delete(self, steps: list[int]) -> None:
         if jax.process_index() == 0:
             for step in steps:
-                # Renamed first, so that one who is killed meanwhile leaves no half of it under its name.
+                # Renamed first, so that a process that is killed meanwhile leaves no part of it under its name.
                 self._rename(step, f"{step}.deleted").rmtree()
-        _any_process(False)
+        storage.any_process(False)
 
     def _set_aside(self, damaged: dict[int, str], good: int) -> None:
         for step, problem in damaged.items():
             warnings.warn(f"{problem} Going back to step {good}.", CheckpointWarning, stacklevel=3)
             if jax.process_index() == 0:
                 self._rename(step, f"{step}{_DAMAGED}")
-        _any_process(False)
+        storage.any_process(False)
 
-    def _rename(self, step: int, name: str) -> Any:
+    def _rename(self, step: int, name: str) -> "epath.Path":
         target = self.directory / name
         if target.exists():
             target.rmtree()
@@ -379,23 +381,3 @@ class Checkpoints:
 
     def _where(self, step: int) -> str:
         return f"The checkpoint of step {step} in '{self.directory}'"
-
-
-def _import_orbax() -> tuple[Any, Any]:
-    try:
-        import orbax.checkpoint as ocp
-        from etils import epath
-    except ImportError:
-        raise ImportError(
-            "mpjax.checkpoint needs orbax-checkpoint; run pip install 'mpjax[checkpoint]'."
-        ) from None
-    return ocp, epath
-
-
-def _any_process(flag: bool) -> bool:
-    """Whether the flag is set in any process; all of them wait here for each other."""
-    if jax.process_count() == 1:
-        return flag
-    from jax.experimental import multihost_utils
-
-    return bool(multihost_utils.process_allgather(np.asarray(flag)).any())

@@ -5,8 +5,9 @@ batch is taken once more, outside the step, and only after something has gone wr
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,8 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._precision import casting
-from mpjax._training import gradients
-from mpjax._training.loss_scale import DynamicLossScale
+from mpjax._training.accumulation import each_microbatch
+from mpjax._training.gradients import PipelineLoss, check_loss, gradient_fn
+from mpjax._training.loss_scale import DynamicLossScale, LossScale, as_loss_scale
+from mpjax._training.reduction import Reduction
+from mpjax._training.train_state import TrainState
+from mpjax._training.types import Batch, LossFn, ModelState, Params, PRNGKey, PyTree
 
 MAX_SKIPPED = 20
 _HISTORY = 8
@@ -29,7 +34,7 @@ class DivergenceError(FloatingPointError):
     """
 
     def __init__(self, divergence: "Divergence", nonfinite: Sequence[str] = ()) -> None:
-        """Puts the message together.
+        """Composes the message.
 
         Args:
           divergence: of a `DivergenceMonitor`.
@@ -55,7 +60,7 @@ class Divergence:
 
 
 class DivergenceMonitor:
-    """Reads the metrics of every step and tells when there is no point in going on.
+    """Reads the metrics of every step and tells when training should stop.
 
     That is: a loss that is not finite, too many skipped steps in a row, or a skipped step at the smallest
     loss scale, which cannot back off any further.
@@ -81,7 +86,7 @@ class DivergenceMonitor:
         self._scales: list[tuple[int, float]] = []
 
     @classmethod
-    def for_loss_scale(cls, loss_scale: Any, *, max_skipped: int = MAX_SKIPPED) -> "DivergenceMonitor":
+    def for_loss_scale(cls, loss_scale: LossScale, *, max_skipped: int = MAX_SKIPPED) -> "DivergenceMonitor":
         """A monitor that knows the smallest value of a loss scale."""
         smallest = loss_scale.min_loss_scale if isinstance(loss_scale, DynamicLossScale) else None
         return cls(max_skipped=max_skipped, min_loss_scale=smallest)
@@ -108,7 +113,7 @@ class DivergenceMonitor:
         return Divergence(step, reason, tuple(self._scales))
 
 
-def nonfinite_paths(tree: Any, what: str = "") -> list[str]:
+def nonfinite_paths(tree: PyTree, what: str = "") -> list[str]:
     """Path, and number of NaNs and infs, of each leaf that is not finite, in the order of the tree.
 
     Args:
@@ -136,10 +141,10 @@ def nonfinite_paths(tree: Any, what: str = "") -> list[str]:
 
 
 def find_nonfinite(
-    loss_fn: Callable[..., Any],
-    state: Any,
-    batch: Any,
-    rng: Any = None,
+    loss_fn: LossFn,
+    state: TrainState,
+    batch: Batch,
+    rng: PRNGKey | None = None,
     *,
     loss_scale: float | None = None,
     accumulate_steps: int = 1,
@@ -169,27 +174,26 @@ def find_nonfinite(
     ]
     if causes:
         return causes
-    scale = state.loss_scale if loss_scale is None else DynamicLossScale(float(loss_scale))
-    # A loss alone, or a pair whose second part does not matter here.
-    grad_fn = gradients.value_and_unscaled_grad(
-        lambda *args: loss if not isinstance(loss := loss_fn(*args), tuple) else loss[0],
-        state.policy,
-        has_aux=False,
-    )
-    model = (state.params, state.model_state) if has_model_state else (state.params,)
-    rngs = [rng] if rng is None or accumulate_steps == 1 else jax.random.split(rng, accumulate_steps)
-
-    @jax.jit
-    def gradient(scale: Any, model: Any, microbatch: Any, rng: Any) -> Any:
-        return grad_fn(scale, *model, microbatch, rng)[1]
-
-    for i in range(accumulate_steps):
-        # The microbatches that `make_train_step` makes.
-        microbatch = jax.tree.map(lambda x: x[i::accumulate_steps], batch)
+    scale = as_loss_scale(state.loss_scale) if loss_scale is None else DynamicLossScale(float(loss_scale))
+    run = gradient_fn(_loss_alone(loss_fn, has_model_state), state.policy, Reduction())
+    gradient = jax.jit(lambda *args: run(*args).grads)
+    for i, inputs in enumerate(each_microbatch(batch, rng, accumulate_steps)):
         where = "gradient" if accumulate_steps == 1 else f"gradient of microbatch {i}"
-        if found := nonfinite_paths(gradient(scale, model, microbatch, rngs[i % len(rngs)]), where):
+        if found := nonfinite_paths(gradient(scale, state.params, state.model_state, *inputs), where):
             return found
     return []
+
+
+def _loss_alone(loss_fn: LossFn, has_model_state: bool) -> PipelineLoss:
+    """`loss_fn` in the form of the gradient pipeline, without its other results, which do not matter here."""
+
+    def pipeline_loss(params: Params, model_state: ModelState, batch: Batch, rng: PRNGKey | None) -> Any:
+        out = loss_fn(params, *([model_state] if has_model_state else []), batch, rng)
+        loss = check_loss(out[0] if isinstance(out, tuple) else out)
+        return loss, (model_state, {}, None)
+
+    functools.update_wrapper(pipeline_loss, loss_fn, updated=())
+    return pipeline_loss
 
 
 @jax.jit
@@ -211,7 +215,7 @@ def _message(divergence: Divergence, nonfinite: Sequence[str]) -> str:
 
 
 def _advice(nonfinite: Sequence[str]) -> Iterable[str]:
-    """Three ways on, the likeliest first."""
+    """Three things to try, the likeliest first."""
     if any(line.startswith("'batch") for line in nonfinite):
         yield "Clean the data: the batch itself is not finite."
     elif any(line.startswith("'params") for line in nonfinite):

@@ -1,6 +1,6 @@
 """flax.nnx under policies: models, gradients, and an optimizer that knows the loss scale.
 
-What makes modules follow a policy is in nnx_modules.py.
+What makes modules follow a policy is in _frameworks/nnx.py.
 """
 
 import functools
@@ -15,23 +15,29 @@ from flax import nnx
 from mpjax._frameworks.nnx import apply_policy as apply_policy
 from mpjax._frameworks.nnx import policies_of as policies_of
 from mpjax._frameworks.nnx import stored_dtypes
-from mpjax._training import cross_device, gradients
-from mpjax._training.loss_scale import as_loss_scale, check_loss_scale, loss_scale_for
+from mpjax._training import optimizer
+from mpjax._training.finite import all_finite, select_tree, to_float32
+from mpjax._training.gradients import check_floating, gradient_fn, split_loss, unscale
+from mpjax._training.loss_scale import LossScale, as_loss_scale, check_loss_scale, loss_scale_for
+from mpjax._training.reduction import Reduction
 from mpjax._training.state_sharding import placed
-from mpjax._training.train_state import apply_if_finite, check_stored
+from mpjax._training.train_state import check_stored
+from mpjax._training.types import AxisName, Finite, KeyPath, Leaf, LossFn
 
 M = TypeVar("M", bound=nnx.Module)
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Any],
+    loss_fn: LossFn,
     *,
     has_aux: bool = False,
     wrt: nnx.filterlib.Filter = nnx.Param,
-    axis_name: Any = None,
+    axis_name: AxisName | None = None,
     reduce_dtype: str = "float32",
-) -> Callable[..., tuple[Any, nnx.State, jax.Array]]:
+) -> Callable[..., tuple[Any, nnx.State, Finite]]:
     """`mpjax.value_and_grad` for loss functions of an nnx model under policies.
+
+        loss, grads, finite = mpjax.nnx.value_and_grad(loss_fn)(optimizer.loss_scale, model, batch)
 
     Args:
       loss_fn: `(model, *args) -> loss`, or `(loss, aux)` with `has_aux`; the loss is a float32 scalar.
@@ -42,15 +48,19 @@ def value_and_grad(
 
     Returns:
       A function of `(loss_scale, model, *args)` that returns `(value, grads, finite)`; see
-      `mpjax.value_and_grad`. What the model changed in itself (batch statistics) is kept only if the gradients
-      are finite, but its random streams move on.
+      `mpjax.value_and_grad`. What the model changed in itself (batch statistics) takes effect only if the gradients
+      are finite, but its random streams advance in either case.
 
     Raises:
-      ValueError: when called, if the model carries no policy or a parameter is not stored as it says.
+      ValueError: if `reduce_dtype` is another; when called, if the model carries no policy or a parameter is not
+        stored as it says.
     """
+    reduction = Reduction(axis_name, reduce_dtype)
 
     @functools.wraps(loss_fn)
-    def value_and_grad_fn(loss_scale: Any, model: nnx.Module, *args: Any) -> tuple[Any, nnx.State, jax.Array]:
+    def value_and_grad_fn(
+        loss_scale: LossScale, model: nnx.Module, *args: Any
+    ) -> tuple[Any, nnx.State, Finite]:
         policies = policies_of(model)
         if policies is None:
             raise ValueError(
@@ -59,26 +69,18 @@ def value_and_grad(
         # Refuses masters that something, such as `nnx.update` with cast values, has overwritten.
         check_stored(stored_dtypes(model), policies)
         graphdef, params, rest = nnx.split(model, wrt, ...)  # type: ignore[misc]
+        check_floating(params, "the model")
 
-        def pure_loss(params: nnx.State, rest: nnx.State, *args: Any) -> tuple[Any, Any]:
+        def pipeline_loss(params: nnx.State, rest: nnx.State, *args: Any) -> Any:
             merged = nnx.merge(graphdef, params, rest, copy=True)
-            out = loss_fn(merged, *args)
-            loss, aux = gradients.split_loss(out, has_aux)
+            loss, aux = split_loss(loss_fn(merged, *args), has_aux)
             _, _, new_rest = nnx.split(merged, wrt, ...)  # type: ignore[misc]
-            return loss, (aux, new_rest)
+            return loss, (new_rest, {}, aux)
 
-        functools.update_wrapper(pure_loss, loss_fn, updated=())
-        # The modules carry the map's patterns, and they were checked when it was applied.
-        grad_fn = gradients.value_and_unscaled_grad(
-            pure_loss, policies.default, axis_name=axis_name, reduce_dtype=reduce_dtype
-        )
-        (loss, (aux, new_rest)), grads = grad_fn(loss_scale, params, rest, *args)
-        grads = gradients.average(grads, params, loss, policies, loss_scale, axis_name, reduce_dtype)
-        loss = cross_device.combine_metrics(loss, axis_name)
-        new_rest = cross_device.average_state(new_rest, rest, axis_name)
-        finite = gradients.all_finite(grads, averaged_over=axis_name)
-        nnx.update(model, _kept_if(finite, new_rest, rest))
-        return ((loss, aux) if has_aux else loss), grads, finite
+        functools.update_wrapper(pipeline_loss, loss_fn, updated=())
+        out = gradient_fn(pipeline_loss, policies, reduction)(as_loss_scale(loss_scale), params, rest, *args)
+        nnx.update(model, _new_if(out.finite, out.model_state, rest))
+        return ((out.loss, out.aux) if has_aux else out.loss), out.grads, out.finite
 
     return value_and_grad_fn
 
@@ -96,6 +98,9 @@ class Optimizer(nnx.Optimizer[M]):
         loss, grads, finite = mpjax.nnx.value_and_grad(loss_fn)(optimizer.loss_scale, model, batch)
         optimizer.apply_gradients(model, grads, finite)
 
+    An optax transformation that asks for the loss gets it by name: `optimizer.update(model, grads, value=loss)`, with
+    the unscaled loss, and `value_fn=…`, a function of the parameters alone, for one that evaluates the loss itself.
+
     Attributes:
       step: batches seen.
       skipped: steps that were skipped.
@@ -107,7 +112,7 @@ class Optimizer(nnx.Optimizer[M]):
         tx: optax.GradientTransformation,
         *,
         wrt: nnx.filterlib.Filter = nnx.Param,
-        loss_scale: Any = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
         """Initialises the optimizer's state.
 
@@ -121,13 +126,13 @@ class Optimizer(nnx.Optimizer[M]):
           TypeError: if a variable to train is not floating.
           ValueError: if the loss scale is zero, negative, not finite or not a scalar.
         """
-        gradients.check_floating(nnx.state(model, wrt), "the model")
+        check_floating(nnx.state(model, wrt), "the model")
         if loss_scale is None:
             loss_scale = loss_scale_for(policies_of(model) or "float32")
         loss_scale = as_loss_scale(loss_scale)
         check_loss_scale(loss_scale)
         in_float32 = optax.GradientTransformationExtraArgs(
-            lambda params: tx.init(gradients.to_float32(params)), optax.with_extra_args_support(tx).update
+            lambda params: tx.init(to_float32(params)), optimizer.update_fn(tx)
         )
         super().__init__(model, in_float32, wrt=wrt)
         self.skipped = nnx.OptState(jnp.zeros([], jnp.int32))
@@ -135,7 +140,7 @@ class Optimizer(nnx.Optimizer[M]):
         nnx.update(self, placed(nnx.state(self), nnx.state(model, wrt)))
 
     @property
-    def loss_scale(self) -> Any:
+    def loss_scale(self) -> LossScale:
         """The loss scale as a pure value."""
         return nnx.as_pure(self._loss_scale)
 
@@ -143,36 +148,44 @@ class Optimizer(nnx.Optimizer[M]):
         """The loss times the current scale."""
         return self.loss_scale.scale(loss)
 
-    def update(self, model: M, grads: Any, /, **kwargs: Any) -> jax.Array:  # type: ignore[override]
+    def update(self, model: M, grads: nnx.State, /, **kwargs: Any) -> Finite:  # type: ignore[override]
         """Takes a step with the gradients of the scaled loss.
 
         Args:
           model: the model to update.
           grads: what `nnx.grad` returned for the loss times `scale`.
-          **kwargs: further arguments for the optax transformation.
+          **kwargs: what the optax transformation asks for by name, such as `value`, the unscaled loss. The
+            gradients it gets as `grad`.
 
         Returns:
           Whether the gradients were finite and so the step was taken, shape [] and dtype bool.
         """
-        grads = gradients.unscale(self.loss_scale, grads)
-        return self.apply_gradients(model, grads, gradients.all_finite(grads), **kwargs)
+        grads = unscale(self.loss_scale, grads)
+        return self.apply_gradients(model, grads, all_finite(grads), **kwargs)
 
-    def apply_gradients(self, model: M, grads: Any, finite: jax.Array, **kwargs: Any) -> jax.Array:
+    def apply_gradients(self, model: M, grads: nnx.State, finite: Finite, **kwargs: Any) -> Finite:
         """Takes a step with unscaled gradients, if `finite`, and adjusts the loss scale.
 
         Args:
           model: the model to update.
           grads: what `mpjax.nnx.value_and_grad` returned.
           finite: likewise.
-          **kwargs: further arguments for the optax transformation.
+          **kwargs: what the optax transformation asks for by name, such as `value`, the unscaled loss. The
+            gradients it gets as `grad`.
 
         Returns:
-          `finite`.
+          Whether the step was taken: `finite`, and for a transformation that asks for the loss whether that is
+          finite too.
+
+        Raises:
+          TypeError: if the transformation asks for an argument that it was not given.
         """
-        grads = gradients.to_float32(nnx.as_pure(nnx.state(grads, self.wrt)))
+        grads = to_float32(nnx.as_pure(nnx.state(grads, self.wrt)))
         params = nnx.as_pure(nnx.state(model, self.wrt))
-        new_params, new_opt_state, _ = apply_if_finite(
-            self.tx, grads, params, nnx.as_pure(self.opt_state), finite, **kwargs
+        if kwargs.get("value") is not None:
+            finite = optimizer.is_finite_for(self.tx, finite, kwargs["value"])
+        new_params, new_opt_state, _ = optimizer.apply_if_finite(
+            self.tx, grads, params, nnx.as_pure(self.opt_state), finite, kwargs
         )
         nnx.update(model, new_params)
         nnx.update(self.opt_state, nnx.state(new_opt_state))
@@ -182,14 +195,14 @@ class Optimizer(nnx.Optimizer[M]):
         return finite
 
 
-def _kept_if(finite: jax.Array, new: nnx.State, old: nnx.State) -> nnx.State:
-    """The model's new state, or its old one; random streams move on in either case."""
+def _new_if(finite: Finite, new: nnx.State, old: nnx.State) -> nnx.State:
+    """The model's new state, or its old one; random streams advance in either case."""
     before = dict(nnx.to_flat_state(old))
 
-    def kept(path: Any, leaf: Any) -> Any:
+    def chosen(path: KeyPath, leaf: Leaf) -> Leaf:
         if path not in before or isinstance(leaf, nnx.RngState):
             return leaf
         # Variables are pytrees; a leaf may also be a bare array.
-        return gradients.select_tree(finite, leaf, before[path])
+        return select_tree(finite, leaf, before[path])
 
-    return nnx.from_flat_state([(path, kept(path, leaf)) for path, leaf in nnx.to_flat_state(new)])
+    return nnx.from_flat_state([(path, chosen(path, leaf)) for path, leaf in nnx.to_flat_state(new)])

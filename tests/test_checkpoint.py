@@ -122,6 +122,63 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
         assert checkpoints.best == 5
 
 
+def test_equal_bests_the_later_is_retained_and_checkpoints_without_the_metric_never_are(
+    tmp_path: Path,
+) -> None:
+    with Checkpoints(tmp_path, keep=1, keep_best=2) as checkpoints:
+        for step, metrics in {
+            1: {"loss": 0.5},
+            2: {},
+            3: {"loss": 0.5},
+            4: {"loss": 0.5},
+            5: {},
+            6: {},
+        }.items():
+            checkpoints.save({"w": jnp.ones(2)}, step=step, metrics=metrics)
+        checkpoints.wait()
+        assert (checkpoints.steps, checkpoints.best) == ([3, 4, 6], 4)
+
+
+def test_a_checkpoint_of_format_1_is_read_whoever_wrote_it(tmp_path: Path) -> None:
+    import orbax.checkpoint as ocp
+
+    found = {
+        "params/w": np.asarray([1.0, -2.0], np.float32),
+        "loss_scale/loss_scale": np.asarray(64.0, np.float32),
+    }
+    found["loss_scale/counter"] = np.asarray(3, np.int32)
+    sums = {"params/w": 383, "loss_scale/loss_scale": 194, "loss_scale/counter": 3}
+    leaves = {
+        name: {"shape": list(x.shape), "dtype": str(x.dtype), "sum": sums[name]} for name, x in found.items()
+    }
+    settings = {
+        "period": 2000,
+        "factor": 2,
+        "min_loss_scale": 1.0,
+        "max_loss_scale": 2.0**20,
+        "hysteresis": 1,
+    }
+    text = {
+        "format": 1,
+        "policy": None,
+        "loss_scales": {"loss_scale": {"kind": "DynamicLossScale", **settings}},
+        "metrics": {"loss": 0.5},
+        "notes": {},
+        "leaves": leaves | {"extra:position": {"value": 7}},
+    }
+    args = ocp.args.Composite(state=ocp.args.PyTreeSave(found), mpjax=ocp.args.JsonSave(text))
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as writer:
+        writer.save(tmp_path / "5", args=args)
+    state = {"params": {"w": jnp.zeros(2)}, "loss_scale": mpjax.DynamicLossScale(2.0)}
+    with Checkpoints(tmp_path) as checkpoints:
+        restored, extra = checkpoints.restore(state, extra={"position": 0})
+        assert checkpoints.info(5).metrics == {"loss": 0.5}
+    assert restored["params"]["w"].tolist() == [1.0, -2.0]
+    scale = restored["loss_scale"]
+    assert (float(scale.loss_scale), int(scale.counter), scale.max_loss_scale) == (64.0, 3, 2.0**20)
+    assert extra == {"position": 7}
+
+
 def mesh(*shape: int) -> Mesh:
     devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
     return Mesh(devices, ("data", "model")[: len(shape)])

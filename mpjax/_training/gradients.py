@@ -1,40 +1,79 @@
-"""Gradients under a policy and a loss scale.
+"""Gradients under a policy and a loss scale: the one pipeline that everything which trains goes through.
 
-The order is always the same: scale the float32 loss, differentiate, cast to float32, unscale, average over
-microbatches and replicas in float32, and reach one verdict on whether everything is finite.
+    loss → gradient → unscale → reduce → finite
+
+`gradient_fn` is that pipeline. `value_and_grad`, `make_train_step` and `mpjax.nnx.value_and_grad` each bring their loss
+function into one form and call it.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jmp
 import numpy as np
-from jax import lax
-from jax.sharding import AxisType
 
 from mpjax._frameworks.autocast import under
 from mpjax._precision import casting, dtypes, rules
-from mpjax._precision.policy_map import PolicyMap, as_policy_map, leaf_dtypes
-from mpjax._training import cross_device
-from mpjax._training.loss_scale import as_loss_scale
+from mpjax._precision.policy_map import PolicyMap, as_policy_map
+from mpjax._training import cross_device, overwritten
+from mpjax._training.accumulation import accumulate
+from mpjax._training.finite import all_finite, global_norm, to_float32
+from mpjax._training.loss_scale import LossScale, as_loss_scale
+from mpjax._training.overwritten import Split
+from mpjax._training.reduction import Reduction, average_gradients, average_state, combine_metrics
+from mpjax._training.types import (
+    AxisName,
+    Finite,
+    Grads,
+    LossFn,
+    Metrics,
+    ModelState,
+    Params,
+    Policies,
+    PyTree,
+)
 
-T = TypeVar("T")
-AxisName = cross_device.AxisName
-REDUCE_DTYPES = ("float32", "compute")
+# `(params, model_state, *inputs) -> (loss, (model_state, metrics, aux))`, see `gradient_fn`.
+PipelineLoss = Callable[..., tuple[jax.Array, tuple[ModelState, Metrics, PyTree]]]
+
+
+class Outcome(NamedTuple):
+    """What the pipeline makes of a batch.
+
+    Attributes:
+      loss: unscaled, of all microbatches and replicas, shape [] and dtype float32.
+      metrics: of all microbatches and replicas.
+      model_state: in the dtypes of the one before, the same on all replicas.
+      aux: other results of the loss function, this replica's own.
+      grads: float32 and unscaled, of all microbatches and replicas, in the structure of the parameters.
+      finite: whether all of them are, the same on every device.
+    """
+
+    loss: jax.Array
+    metrics: Metrics
+    model_state: ModelState
+    aux: PyTree
+    grads: Grads
+    finite: Finite
+
+    def grad_norm(self) -> jax.Array:
+        """The Euclidean norm of the gradients together, shape [] and dtype float32."""
+        return global_norm(overwritten.split(self.grads).trained)
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Any],
-    policies: "str | dict | jmp.Policy | PolicyMap | None",
+    loss_fn: LossFn,
+    policies: Policies | None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     axis_name: AxisName | None = None,
     reduce_dtype: str = "float32",
-) -> Callable[..., tuple[Any, Any, jax.Array]]:
+) -> Callable[..., tuple[Any, Grads, Finite]]:
     """Like `jax.value_and_grad`, under policies and a loss scale.
+
+        loss, grads, finite = mpjax.value_and_grad(loss_fn, "p=f32,c=f16,o=f32")(loss_scale, params, batch)
 
     Args:
       loss_fn: returns a float32 scalar, or that and auxiliary results. It needs to know nothing of precision.
@@ -63,193 +102,107 @@ def value_and_grad(
     >>> grads.dtype, bool(finite)
     (dtype('float32'), True)
     """
-    grad_fn = value_and_unscaled_grad(loss_fn, policies, argnums, has_aux, axis_name, reduce_dtype)
+
+    def pipeline_loss(params: Params, model_state: None, *args: Any) -> Any:
+        loss, aux = split_loss(loss_fn(*_with_params(args, argnums, params)), has_aux)
+        return loss, (model_state, {}, aux)
+
+    functools.update_wrapper(pipeline_loss, loss_fn, updated=())
+    policy_map = None if policies is None else as_policy_map(policies)
+    run = gradient_fn(pipeline_loss, policy_map, Reduction(axis_name, reduce_dtype))
 
     @functools.wraps(loss_fn)
-    def value_and_grad_fn(loss_scale: Any, *args: Any) -> tuple[Any, Any, jax.Array]:
-        value, grads = grad_fn(loss_scale, *args)
-        loss, aux = value if has_aux else (value, None)
-        params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
-        grads = average(grads, params, loss, policies, loss_scale, axis_name, reduce_dtype)
-        loss = cross_device.combine_metrics(loss, axis_name)
-        return (loss, aux) if has_aux else loss, grads, all_finite(grads, averaged_over=axis_name)
+    def value_and_grad_fn(loss_scale: LossScale, *args: Any) -> tuple[Any, Grads, Finite]:
+        params = _params_of(args, argnums)
+        out = run(as_loss_scale(loss_scale), params, None, *args)
+        return ((out.loss, out.aux) if has_aux else out.loss), out.grads, out.finite
 
     return value_and_grad_fn
 
 
-def value_and_unscaled_grad(
-    loss_fn: Callable[..., Any],
-    policies: "str | dict | jmp.Policy | PolicyMap | None",
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = True,
-    axis_name: AxisName | None = None,
-    reduce_dtype: str = "float32",
-) -> Callable[..., tuple[Any, Any]]:
-    """`value_and_grad` up to the point where replicas and microbatches come together.
-
-    With `axis_name` the gradients are each replica's own, still to be averaged over it.
-
-    Returns:
-      A function of `(loss_scale, *args)` that returns `(value, grads)`, grads float32 and unscaled.
-    """
-    _check_reduce_dtype(reduce_dtype)
-
-    def scaled_value_and_grad(loss_scale: Any, *args: Any) -> tuple[Any, Any]:
-        def scaled_loss(*args: Any) -> tuple[Any, Any]:
-            loss, aux = split_loss(loss_fn(*args), has_aux)
-            return loss_scale.scale(loss), (loss, aux)
-
-        with rules.gradients_in_compute_dtype(reduce_dtype == "compute"):
-            grads, (loss, aux) = jax.grad(scaled_loss, argnums=argnums, has_aux=True)(*args)
-        return (loss, aux) if has_aux else loss, grads
-
-    functools.update_wrapper(scaled_value_and_grad, loss_fn, updated=())
-    # One wrapper for all calls, as it remembers which patterns have met their modules. The policy stays in
-    # force while the backward pass is traced, so that its sums and scatters follow the same rules.
-    run = scaled_value_and_grad if policies is None else under(scaled_value_and_grad, policies)
-
-    def grad_fn(loss_scale: Any, *args: Any) -> tuple[Any, Any]:
-        loss_scale = as_loss_scale(loss_scale)
-        cross_device.check_bound(axis_name, args)
-        for i in (argnums,) if isinstance(argnums, int) else argnums:
-            if not -len(args) <= i < len(args):
-                raise ValueError(
-                    f"argnums={argnums} asks for argument {i}, but the function got {len(args)} arguments "
-                    "besides the loss scale."
-                )
-            check_floating(args[i], f"argument {i} of the loss function")
-            own = cross_device.vary(args[i], axis_name)
-            args = (*args[:i], own, *args[i % len(args) + 1 :])
-        value, grads = run(loss_scale, *args)
-        cross_device.check_averaged(value[0] if has_aux else value, grads, axis_name)
-        return value, unscale(loss_scale, grads)
-
-    return grad_fn
-
-
-def average(
-    grads: Any,
-    params: Any,
-    loss: jax.Array,
-    policies: "str | dict | jmp.Policy | PolicyMap | None",
-    loss_scale: Any,
-    axis_name: AxisName | None,
-    reduce_dtype: str,
-) -> Any:
-    """`parallel.average_gradients`, in float32 or in the compute dtype of the policy that governs each leaf."""
-    travel_in = None
-    if reduce_dtype == "compute" and policies is not None:
-        compute = leaf_dtypes(params, as_policy_map(policies), "compute_dtype")
-        travel_in = tuple(dtype if dtype in dtypes.HALF else None for _, _, dtype in compute)
-    return cross_device.average_gradients(
-        grads, params, loss, axis_name, loss_scale=as_loss_scale(loss_scale), travel_in=travel_in
-    )
-
-
-def all_finite(tree: Any, *, averaged_over: AxisName | None = None) -> jax.Array:
-    """Whether every floating or complex leaf is free of inf and NaN; shape [] and dtype bool.
-
-    Leaves that cannot be otherwise (integers, bools, keys, float0, None) count as finite. Inside `jax.shard_map` and
-    `jax.pmap` it is one verdict for all devices, also where each holds another shard of `tree`.
+def gradient_fn(
+    loss_fn: PipelineLoss, policies: PolicyMap | None, reduction: Reduction, accumulate_steps: int = 1
+) -> Callable[..., Outcome]:
+    """The pipeline from a loss function to gradients that an optimizer can take.
 
     Args:
-      tree: any pytree.
-      averaged_over: axes over which `tree` is known to be the same, so that nobody needs to be asked.
+      loss_fn: `(params, model_state, *inputs) -> (loss, (model_state, metrics, aux))`. Its loss has passed
+        `split_loss` or `check_loss`.
+      policies: what governs it and the modules it calls, in forward and backward, or None.
+      reduction: over which replicas to average, and how.
+      accumulate_steps: into how many microbatches to cut the inputs, which are then `(batch, rng)`.
+
+    Returns:
+      A function of `(loss_scale, params, model_state, *inputs)` that returns an `Outcome`.
     """
-    # Zero times inf or NaN is NaN, and a sum of zeros is exact. On CPUs, XLA fuses a product into a sum, while of
-    # `is_finite` it makes an array of bools. And lax rather than jnp, here and in `global_norm`, as each jnp
-    # function is a jit of its own to trace, for every leaf.
-    total: Any = np.zeros((), np.float32)
-    for leaf in jax.tree.leaves(tree):
-        for part in _real_parts(to_float32(leaf)) if _may_be_infinite(leaf) else []:
-            zero = lax.reduce_sum(lax.mul(part, np.zeros((), part.dtype)), range(part.ndim))
-            total = lax.add(total, zero.astype(jnp.float32))
-    verdict = lax.eq(total, np.zeros((), np.float32))
-    return cross_device.agree(verdict, averaged_over)
+    local = _local_gradients(loss_fn, policies, reduction)
 
+    def run(loss_scale: LossScale, params: Params, model_state: ModelState, *inputs: Any) -> Outcome:
+        cross_device.check_bound(reduction.axis_name, (params, inputs))
+        own = cross_device.vary(params, reduction.axis_name)
 
-def select_tree(pred: jax.Array, a: T, b: T) -> T:
-    """The tree `a` if `pred`, of shape [] and dtype bool, else `b`."""
-    if jnp.ndim(pred) != 0 or jnp.result_type(pred) != jnp.bool_:
-        raise AssertionError(
-            f"expected boolean scalar, got pred of shape {jnp.shape(pred)} and dtype {jnp.result_type(pred)}; "
-            "reduce it with mpjax.all_finite or jnp.all."
+        def microbatch(model_state: ModelState, *inputs: Any) -> Any:
+            (loss, (new, metrics, aux)), grads = local(loss_scale, own, model_state, *inputs)
+            cross_device.check_averaged(loss, own, reduction.axis_name)
+            new = casting.cast_to_dtypes(new, casting.dtypes_of(model_state))
+            return (new, (loss, metrics, aux)), _unscale(loss_scale, grads)
+
+        if accumulate_steps == 1:
+            (new, (loss, metrics, aux)), grads = microbatch(model_state, *inputs)
+        else:
+            new, (loss, metrics, aux), grads = accumulate(microbatch, accumulate_steps, model_state, *inputs)
+        averaged = overwritten.merge(average_gradients(grads, params, loss, reduction, policies, loss_scale))
+        return Outcome(
+            loss=combine_metrics(loss, reduction),
+            metrics=combine_metrics(metrics, reduction),
+            model_state=average_state(new, model_state, reduction),
+            aux=aux,
+            grads=averaged,
+            finite=all_finite(averaged, averaged_over=reduction.axis_name),
         )
-    return jax.tree.map(functools.partial(lax.select, pred), a, b)
+
+    return run
 
 
-def unscale(loss_scale: Any, grads: T) -> T:
-    """Gradients in float32, divided by the scale that the loss was multiplied with.
+def loss_at(run: Callable[[Params], Outcome], dtypes_of_params: tuple[np.dtype | None, ...]) -> LossFn:
+    """The loss as a function of the parameters alone, for optimizers that evaluate it themselves.
 
-    What fp8 layers hand back in the place of gradients, the next state of their scales, is no gradient and
-    not divided.
-    """
-    return jax.tree_util.tree_map_with_path(
-        lambda path, g: g if cross_device.is_overwritten(path) else loss_scale.unscale(to_float32(g)), grads
-    )
-
-
-def to_float32(tree: T) -> T:
-    """Widens the floating leaves of fewer than 32 bits; float64 stays."""
-    return jax.tree.map(cross_device.widened, tree)
-
-
-def global_norm(grads: Any) -> jax.Array:
-    """The Euclidean norm of all gradients together, shape [] and dtype float32."""
-    groups: dict[frozenset[Any], list[Any]] = {}
-    for path, grad in jax.tree_util.tree_leaves_with_path(grads):
-        if not cross_device.is_overwritten(path):
-            groups.setdefault(cross_device.varying(grad), []).append(to_float32(grad))
-    # Shards add up, while what is replicated counts once.
-    squares = [cross_device.sum_over_shards(_sum_of_squares(group)) for group in groups.values()]
-    return lax.sqrt(functools.reduce(lax.add, squares)) if squares else jnp.zeros([], jnp.float32)
-
-
-def accumulate(
-    grad_fn: Callable[[Any, Any, Any], tuple[Any, Any]],
-    steps: int,
-    carry: Any,
-    batch: Any,
-    rng: Any,
-) -> tuple[Any, Any, Any]:
-    """Runs `grad_fn` over equal microbatches and averages what it returns.
+    Its derivative is what the pipeline computes: scaled while it is computed, averaged over microbatches and replicas.
+    Nothing is traced until the function is called, and no gradients are where it is not differentiated.
 
     Args:
-      grad_fn: `(carry, microbatch, rng) -> ((carry, results), grads)`, with float32 gradients.
-      steps: into how many microbatches to cut the batch.
-      carry: what a microbatch hands to the next, such as batch statistics.
-      batch: a pytree of arrays whose first axis is the batch.
-      rng: a key, of which each microbatch gets its own, or None.
+      run: the pipeline on one batch, as a function of the parameters.
+      dtypes_of_params: what the parameters are stored in, to which an optimizer's float32 ones are rounded.
 
     Returns:
-      `(carry, results, grads)`: of `results`, floating leaves are averaged, integers (counts) added up and
-      bools combined with `and`; gradients are averaged in float32.
-
-    Raises:
-      ValueError: if a leaf of the batch is not divisible by `steps`.
+      A function of parameters that returns the unscaled loss, shape [] and dtype float32. It can be differentiated
+      in forward and in reverse mode, any number of times.
     """
-    if steps == 1:
-        (carry, results), grads = grad_fn(carry, batch, rng)
-        return carry, results, grads
-    microbatches = jax.tree_util.tree_map_with_path(lambda path, x: _microbatches(path, x, steps), batch)
-    rngs = None if rng is None else jax.random.split(rng, steps)
-    first = jax.tree.map(lambda x: x[0], (microbatches, rngs))
-    carry, shapes = _as_it_comes_out(grad_fn, carry, first)
-    zeros = jax.tree.map(_zeros, shapes)
 
-    def body(state: tuple[Any, Any], inputs: tuple[Any, Any]) -> tuple[Any, Any]:
-        carry, total = state
-        (carry, results), grads = grad_fn(carry, *inputs)
-        return (carry, jax.tree_util.tree_map_with_path(_add, total, grads)), results
+    def outcome(params: Params) -> Outcome:
+        return run(casting.cast_to_dtypes(params, dtypes_of_params))
 
-    (carry, total), results = lax.scan(body, (carry, zeros), (microbatches, rngs))
-    grads = jax.tree_util.tree_map_with_path(
-        lambda p, g: g if cross_device.is_overwritten(p) else g / steps, total
-    )
-    return carry, jax.tree.map(_summarise, results), grads
+    # Not jax.custom_vjp, which optax's line searches, differentiating in forward mode, would refuse.
+    @jax.custom_jvp
+    def loss(params: Params) -> jax.Array:
+        return outcome(params).loss
+
+    @loss.defjvp
+    def loss_jvp(primals: tuple[Params], tangents: tuple[Params]) -> tuple[jax.Array, jax.Array]:
+        out = outcome(primals[0])
+        grads, directions = (overwritten.split(tree).trained for tree in (out.grads, tangents[0]))
+        slopes = jax.tree.map(_slope, grads, directions)
+        return out.loss, functools.reduce(jnp.add, jax.tree.leaves(slopes)).astype(out.loss.dtype)
+
+    return loss
 
 
-def check_floating(tree: Any, what: str) -> None:
+def unscale(loss_scale: LossScale, grads: Grads) -> Grads:
+    """The gradients of the loss, in float32, from those of the scaled loss; the state of fp8 layers is no gradient."""
+    return overwritten.merge(_unscale(loss_scale, overwritten.split(grads)))
+
+
+def check_floating(tree: PyTree, what: str) -> None:
     """Raises if a leaf is not floating, so that it has no gradient and an optimizer would corrupt it.
 
     Raises:
@@ -265,46 +218,31 @@ def check_floating(tree: Any, what: str) -> None:
             )
 
 
-def split_loss(out: Any, has_aux: bool) -> tuple[Any, Any]:
+def split_loss(out: Any, has_aux: bool) -> tuple[jax.Array, PyTree]:
     """The loss and the auxiliary results of a loss function, both checked."""
     if has_aux and not (isinstance(out, (tuple, list)) and len(out) == 2):
         raise ValueError(f"With has_aux=True loss_fn must return (loss, aux), got {describe(out)}.")
     loss, aux = out if has_aux else (out, None)
-    dtype: Any = getattr(loss, "dtype", None)
-    shape: Any = getattr(loss, "shape", None)
+    return check_loss(loss, "" if has_aux else " If it returns (loss, aux), say has_aux=True."), aux
+
+
+def check_loss(loss: Any, hint: str = "") -> jax.Array:
+    """The loss itself, if it is a float32 scalar.
+
+    Raises:
+      ValueError: describing what it is, and how to make a float32 scalar of it.
+    """
+    dtype = getattr(loss, "dtype", None)
+    shape = getattr(loss, "shape", None)
     if dtype is None:
-        hint = "" if has_aux else " If it returns (loss, aux), say has_aux=True."
         raise ValueError(f"loss_fn must return the loss, a float32 scalar, got {describe(loss)}.{hint}")
     if shape != () or not dtypes.is_floating(dtype) or dtype.itemsize < 4:
         raise ValueError(
-            f"The loss must be a float32 scalar, got dtype {dtype} and shape {list(shape)}. Reduce it with "
+            f"The loss must be a float32 scalar, got dtype {dtype} and shape {list(shape or ())}. Reduce it with "
             "jnp.mean, and compute it in float32: decorate the loss with mpjax.full_precision, or give the "
             "model's output float32 with 'o=f32' in its policy."
         )
-    return loss, aux
-
-
-def _sum_of_squares(leaves: list[Any]) -> jax.Array:
-    parts = [part for x in leaves for part in _real_parts(x)]
-    return functools.reduce(lax.add, [lax.reduce_sum(lax.square(p), range(p.ndim)) for p in parts])
-
-
-def _real_parts(x: Any) -> list[jax.Array]:
-    """A floating leaf itself, or the two parts of a complex one."""
-    x = jnp.asarray(x)
-    return [lax.real(x), lax.imag(x)] if jnp.iscomplexobj(x) else [x]
-
-
-def _may_be_infinite(x: Any) -> bool:
-    return isinstance(x, (float, complex)) or casting.is_inexact_array(x) or isinstance(x, np.inexact)
-
-
-def _check_reduce_dtype(reduce_dtype: Any) -> None:
-    if reduce_dtype not in REDUCE_DTYPES:
-        raise ValueError(
-            f"reduce_dtype must be 'float32' or 'compute' (the compute dtype of the policy), got {reduce_dtype!r}"
-            f"{dtypes.did_you_mean(str(reduce_dtype), list(REDUCE_DTYPES))}"
-        )
+    return loss
 
 
 def describe(x: Any) -> str:
@@ -316,57 +254,52 @@ def describe(x: Any) -> str:
     return f"{type(x).__name__} {x!r}" if isinstance(x, (int, float, str)) else type(x).__name__
 
 
-def _add(path: tuple[Any, ...], total: Any, grad: Any) -> Any:
-    return jnp.maximum(total, grad) if cross_device.is_overwritten(path) else total + grad
+def _local_gradients(
+    loss_fn: PipelineLoss, policies: PolicyMap | None, reduction: Reduction
+) -> Callable[..., tuple[Any, Split]]:
+    """`(loss_scale, params, model_state, *inputs) -> ((loss, results), grads)`, of this device and still scaled."""
+
+    def scaled_gradients(
+        loss_scale: LossScale, params: Params, model_state: ModelState, *inputs: Any
+    ) -> tuple[Any, Split]:
+        def scaled_loss(params: Params) -> tuple[jax.Array, Any]:
+            loss, results = loss_fn(params, model_state, *inputs)
+            return loss_scale.scale(loss), (loss, results)
+
+        with rules.gradients_in_compute_dtype(reduction.in_compute_dtype):
+            grads, results = jax.grad(scaled_loss, has_aux=True)(params)
+        return results, overwritten.split(grads)
+
+    functools.update_wrapper(scaled_gradients, loss_fn, updated=())
+    # The policy stays in force while the backward pass is traced, so that its sums and scatters follow the same rules.
+    return scaled_gradients if policies is None else under(scaled_gradients, policies)
 
 
-def _microbatches(path: tuple[Any, ...], x: Any, steps: int) -> Any:
-    """[batch, ...] as [steps, batch / steps, ...].
-
-    A microbatch takes every steps-th example, so that each device finds its share of it among the
-    examples that it holds.
-    """
-    where = jax.tree_util.keystr(path, simple=True, separator="/")
-    shape = jnp.shape(x)
-    if not shape or shape[0] % steps:
-        raise ValueError(
-            f"The batch cannot be cut into accumulate_steps={steps} equal parts: leaf '{where}' has shape "
-            f"{list(shape)}. Its first axis must be a multiple of {steps}."
-        )
-    cut = (shape[0] // steps, steps, *shape[1:])
-    sharding = jax.typeof(x).sharding
-    if AxisType.Explicit in sharding.mesh.axis_types:
-        first, *rest = sharding.spec
-        sharding = sharding.update(spec=sharding.spec.update(partitions=(first, None, *rest)))
-        return jnp.swapaxes(jnp.reshape(x, cut, out_sharding=sharding), 0, 1)
-    return jnp.swapaxes(jnp.reshape(x, cut), 0, 1)
+def _unscale(loss_scale: LossScale, grads: Split) -> Split:
+    return Split(loss_scale.unscale(to_float32(grads.trained)), grads.overwritten)
 
 
-def _as_it_comes_out(grad_fn: Callable[..., Any], carry: Any, first: Any) -> tuple[Any, Any]:
-    """The carry, varying over the mesh axes over which it comes out varying, and what gradients look like."""
-    while True:
-        (out, _), grads = jax.eval_shape(grad_fn, carry, *first)
-        varying = [cross_device.varying(x) for x in jax.tree.leaves(out)]
-        leaves, treedef = jax.tree.flatten(carry)
-        if len(varying) != len(leaves):
-            return carry, grads  # which the scan refuses in its own words
-        varied = [cross_device.vary(x, tuple(axes)) for x, axes in zip(leaves, varying, strict=True)]
-        if all(a is b for a, b in zip(varied, leaves, strict=True)):
-            return carry, grads
-        carry = jax.tree.unflatten(treedef, varied)
+def _slope(grad: jax.Array, direction: jax.Array) -> jax.Array:
+    """What a leaf contributes to the change of the loss in a direction."""
+    return cross_device.sum_over_shards(jnp.sum(grad * to_float32(direction)))
 
 
-def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Zeros of the type of a gradient, its sharding over the axes of an explicit mesh included."""
-    explicit = like.sharding is not None and AxisType.Explicit in like.sharding.mesh.axis_types
-    zeros = jnp.zeros(like.shape, like.dtype, out_sharding=like.sharding if explicit else None)
-    return cross_device.vary(zeros, tuple(cross_device.varying(like)))
+def _params_of(args: tuple[Any, ...], argnums: int | Sequence[int]) -> Params:
+    """The arguments to differentiate with respect to, checked."""
+    for i in (argnums,) if isinstance(argnums, int) else argnums:
+        if not -len(args) <= i < len(args):
+            raise ValueError(
+                f"argnums={argnums} asks for argument {i}, but the function got {len(args)} arguments "
+                "besides the loss scale."
+            )
+        check_floating(args[i], f"argument {i} of the loss function")
+    return args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
 
 
-def _summarise(x: jax.Array) -> jax.Array:
-    """The results of all microbatches, stacked, as one."""
-    if x.dtype == jnp.bool_:
-        return jnp.all(x, axis=0)
-    if jnp.issubdtype(x.dtype, jnp.integer):
-        return jnp.sum(x, axis=0, dtype=x.dtype)
-    return jnp.mean(to_float32(x), axis=0) if jnp.issubdtype(x.dtype, np.inexact) else x[-1]
+def _with_params(args: tuple[Any, ...], argnums: int | Sequence[int], params: Params) -> list[Any]:
+    """The arguments, with those to differentiate with respect to replaced."""
+    replaced = list(args)
+    pairs = [(argnums, params)] if isinstance(argnums, int) else zip(argnums, params, strict=True)
+    for i, value in pairs:
+        replaced[i] = value
+    return replaced

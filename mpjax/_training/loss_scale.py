@@ -20,7 +20,8 @@ import jmp
 import numpy as np
 
 from mpjax._precision import casting
-from mpjax._precision.policy_map import PolicyMap, as_policy_map
+from mpjax._precision.policy_map import as_policy_map
+from mpjax._training.types import Leaf, Policies, Scalar
 
 T = TypeVar("T")
 
@@ -34,7 +35,7 @@ class LossScale(Protocol):
     """What every loss scale can do."""
 
     @property
-    def loss_scale(self) -> Any:
+    def loss_scale(self) -> Scalar:
         """The factor, of shape []."""
 
     def scale(self, tree: T) -> T:
@@ -80,7 +81,7 @@ class StaticLossScale:
       loss_scale: the factor, positive and finite. It has no leaves.
     """
 
-    loss_scale: Any
+    loss_scale: Scalar
 
     def __post_init__(self) -> None:
         value = _factor(self.loss_scale, "loss_scale")
@@ -90,11 +91,11 @@ class StaticLossScale:
         object.__setattr__(self, "loss_scale", value)
 
     def scale(self, tree: T) -> T:
-        """Multiplies the floating leaves by the factor; what has less than 32 bits becomes float32."""
+        """Multiplies the floating leaves by the factor; what has fewer than 32 bits becomes float32."""
         return _multiply(tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
-        """Divides the floating leaves by the factor; what has less than 32 bits becomes float32 first."""
+        """Divides the floating leaves by the factor; what has fewer than 32 bits becomes float32 first."""
         return _multiply(tree, 1 / self.loss_scale)
 
     def adjust(self, grads_finite: jax.Array) -> "StaticLossScale":
@@ -127,12 +128,12 @@ class DynamicLossScale:
     16384.0
     """
 
-    loss_scale: Any = DEFAULT_LOSS_SCALE
-    counter: Any = dataclasses.field(default_factory=lambda: np.zeros([], np.int32))
+    loss_scale: Scalar = DEFAULT_LOSS_SCALE
+    counter: Scalar = dataclasses.field(default_factory=lambda: np.zeros([], np.int32))
     period: int = 2000
     factor: float = 2
-    min_loss_scale: Any = 1.0
-    max_loss_scale: Any = DEFAULT_MAX_LOSS_SCALE
+    min_loss_scale: Scalar = 1.0
+    max_loss_scale: Scalar = DEFAULT_MAX_LOSS_SCALE
     hysteresis: int = 1
 
     def __post_init__(self) -> None:
@@ -149,7 +150,7 @@ class DynamicLossScale:
             # A Python number, so that limits hash and compare as static data.
             object.__setattr__(self, field, float(limit))
         if isinstance(self.loss_scale, np.ndarray):
-            # What lies on a device is not read here; TrainState.create does once.
+            # The value of an array on a device is not read here; TrainState.create reads it once.
             _check_positive(self.loss_scale, "loss_scale")
         if not 0 <= self.min_loss_scale <= self.max_loss_scale < math.inf:
             raise ValueError(
@@ -163,11 +164,11 @@ class DynamicLossScale:
             )
 
     def scale(self, tree: T) -> T:
-        """Multiplies the floating leaves by the factor; what has less than 32 bits becomes float32."""
+        """Multiplies the floating leaves by the factor; what has fewer than 32 bits becomes float32."""
         return _multiply(tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
-        """Divides the floating leaves by the factor; what has less than 32 bits becomes float32 first.
+        """Divides the floating leaves by the factor; what has fewer than 32 bits becomes float32 first.
 
         Unscale with the very scale that the loss was scaled with, before `adjust`.
         """
@@ -208,7 +209,7 @@ class DynamicLossScale:
 
 
 def loss_scale_for(
-    policies: "str | dict | jmp.Policy | PolicyMap | None",
+    policies: Policies | None,
 ) -> NoOpLossScale | DynamicLossScale:
     """The loss scale that policies need: dynamic if any of them computes in float16, else none.
 
@@ -221,8 +222,8 @@ def loss_scale_for(
     return DynamicLossScale() if half else NoOpLossScale()
 
 
-def as_loss_scale(loss_scale: Any) -> Any:
-    """Takes over a loss scale of jmp's with its numbers; ours are returned as they are.
+def as_loss_scale(loss_scale: Any) -> LossScale:
+    """A loss scale of jmp's as one of ours, with its numbers; ours are returned unchanged.
 
     Raises:
       TypeError: if it is no loss scale.
@@ -248,8 +249,8 @@ def as_loss_scale(loss_scale: Any) -> Any:
     )
 
 
-def check_loss_scale(loss_scale: Any) -> None:
-    """Raises if the scale that a state is created with is of no use; unlike a constructor it reads the device.
+def check_loss_scale(loss_scale: LossScale) -> None:
+    """Raises if a state cannot be created with this scale; unlike a constructor it reads the device.
 
     Raises:
       ValueError: if the scale is zero, negative, not finite or not a scalar.
@@ -260,7 +261,7 @@ def check_loss_scale(loss_scale: Any) -> None:
 
 
 def _factor(value: Any, name: str) -> Any:
-    """A factor in float32: a JAX array stays one, whatever else becomes a numpy array."""
+    """A factor in float32: a JAX array stays one, everything else becomes a numpy array."""
     factor: Any
     try:
         if value is None or isinstance(value, str):  # which numpy takes for numbers
@@ -294,8 +295,8 @@ def _check_positive(value: Any, name: str) -> None:
         )
 
 
-def _multiply(tree: T, factor: Any) -> T:
-    def multiply(x: Any) -> Any:
+def _multiply(tree: T, factor: Scalar) -> T:
+    def multiply(x: Leaf) -> Leaf:
         if isinstance(x, float):
             return x * factor
         if not casting.is_inexact_array(x):

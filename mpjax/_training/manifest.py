@@ -1,12 +1,13 @@
 """What a checkpoint says of itself: its leaves, its policy and its loss scales, and how another state differs.
 
-A manifest is plain JSON and needs no array to be read, so that what does not fit is told before anything is
+A manifest is plain JSON and needs no array to be read, so that what does not fit is reported before anything is
 restored.
 """
 
 import dataclasses
 import json
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,11 @@ from jax import lax
 
 from mpjax._precision import dtypes
 from mpjax._precision.policy_map import as_policy_map
-from mpjax._training.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
+from mpjax._training.loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
+from mpjax._training.types import KeyPath, Leaf, Policies, PyTree
+
+if TYPE_CHECKING:
+    from etils import epath
 
 FORMAT = 1
 EXTRA = "extra:"
@@ -32,7 +37,7 @@ class DamageError(CheckpointError):
     """A checkpoint cannot be read, unlike one that does not fit."""
 
 
-def read(path: Any, where: str) -> Manifest:
+def read(path: "epath.Path", where: str) -> Manifest:
     """Reads a manifest.
 
     Args:
@@ -62,8 +67,8 @@ def first_line(error: Exception) -> str:
     return (text[0] if text else type(error).__name__).rstrip(".")
 
 
-def named_leaves(state: Any, extra: Any) -> dict[str, Any]:
-    """Every leaf of a state, and of what is saved beside it, by its path.
+def named_leaves(state: PyTree, extra: PyTree) -> dict[str, Leaf]:
+    """Every leaf of a state, and of what is saved next to it, by its path.
 
     Args:
       state: a pytree.
@@ -72,7 +77,7 @@ def named_leaves(state: Any, extra: Any) -> dict[str, Any]:
     Raises:
       ValueError: if two leaves spell the same path.
     """
-    named: dict[str, Any] = {}
+    named: dict[str, Leaf] = {}
     for prefix, tree in (("", state), (EXTRA, extra)):
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
             name = prefix + jax.tree_util.keystr(path, simple=True, separator="/")
@@ -82,25 +87,31 @@ def named_leaves(state: Any, extra: Any) -> dict[str, Any]:
     return named
 
 
-def is_value(leaf: Any) -> bool:
-    """Whether a leaf is a plain number or text, kept in the manifest itself."""
+def is_value(leaf: Leaf) -> bool:
+    """Whether a leaf is a plain number or text, which is stored in the manifest itself."""
     return isinstance(leaf, (bool, int, float, str)) and not isinstance(leaf, np.generic)
 
 
-def is_key(leaf: Any) -> bool:
+def is_key(leaf: Leaf) -> bool:
     """Whether a leaf holds typed PRNG keys."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def describe(state: Any, extra: Any, policy: Any, metrics: Any, notes: Any) -> Manifest:
+def describe(
+    state: PyTree,
+    extra: PyTree,
+    policy: Policies | None,
+    metrics: Mapping[str, Any] | None,
+    notes: Mapping[str, Any] | None,
+) -> Manifest:
     """The manifest of a state.
 
     Args:
       state: a pytree of arrays.
-      extra: another, saved beside it.
+      extra: another, saved next to it.
       policy: the policy it is trained under, or None.
       metrics: from name to number.
-      notes: what else to keep, as JSON can hold it.
+      notes: what else to store, in a form that JSON can hold.
     """
     named = named_leaves(state, extra)
     sums = _byte_sums({name: x for name, x in named.items() if not is_value(x)})
@@ -117,7 +128,9 @@ def describe(state: Any, extra: Any, policy: Any, metrics: Any, notes: Any) -> M
     }
 
 
-def check(manifest: Manifest, state: Any, extra: Any, policy: Any, where: str, *, cast: bool) -> None:
+def check(
+    manifest: Manifest, state: PyTree, extra: PyTree, policy: Policies | None, where: str, *, cast: bool
+) -> None:
     """Raises if a state is not what a manifest describes.
 
     Args:
@@ -133,7 +146,7 @@ def check(manifest: Manifest, state: Any, extra: Any, policy: Any, where: str, *
     """
     named = named_leaves(state, extra)
     saved = {k: v for k, v in manifest["leaves"].items() if extra is not None or not k.startswith(EXTRA)}
-    own = kept_scales(manifest, state)  # which are told of below
+    own = own_scales(manifest, state)  # which are reported below
     _check_leaves(
         {k: v for k, v in saved.items() if _owner(k, manifest["loss_scales"]) not in own},
         {k: v for k, v in named.items() if _owner(k, loss_scales(state)) not in own},
@@ -168,7 +181,7 @@ def check(manifest: Manifest, state: Any, extra: Any, policy: Any, where: str, *
             )
 
 
-def kept_scales(manifest: Manifest, state: Any) -> set[str]:
+def own_scales(manifest: Manifest, state: PyTree) -> set[str]:
     """Paths of the loss scales whose kind is not the saved one, so that their own numbers stay."""
     saved, now = manifest["loss_scales"], loss_scales(state)
     return {
@@ -183,10 +196,10 @@ def belongs(name: str, owners: set[str]) -> bool:
     return _owner(name, owners) is not None
 
 
-def with_saved_settings(state: Any, manifest: Manifest) -> Any:
+def with_saved_settings(state: PyTree, manifest: Manifest) -> PyTree:
     """A restored state whose loss scales have the limits, period and factor that they were saved with."""
 
-    def with_settings(path: Any, x: Any) -> Any:
+    def with_settings(path: KeyPath, x: Leaf) -> Leaf:
         saved = manifest["loss_scales"].get(jax.tree_util.keystr(path, simple=True, separator="/"))
         if not isinstance(x, _SCALES) or saved is None or saved["kind"] != type(x).__name__:
             return x
@@ -195,13 +208,13 @@ def with_saved_settings(state: Any, manifest: Manifest) -> Any:
     return jax.tree_util.tree_map_with_path(with_settings, state, is_leaf=lambda x: isinstance(x, _SCALES))
 
 
-def damaged_leaves(manifest: Manifest, restored: dict[str, Any]) -> list[str]:
+def damaged_leaves(manifest: Manifest, restored: dict[str, Leaf]) -> list[str]:
     """Paths of the restored leaves whose bytes are not those that were saved."""
     sums = _byte_sums(restored)
     return [name for name, total in sums.items() if total != manifest["leaves"][name]["sum"]]
 
 
-def template(x: Any, dtype: str) -> Any:
+def template(x: Leaf, dtype: str) -> jax.ShapeDtypeStruct | np.ndarray:
     """What orbax is to read for a leaf, in the dtype it was saved in."""
     shape = x.shape
     if is_key(x):
@@ -213,23 +226,23 @@ def template(x: Any, dtype: str) -> Any:
     return np.empty(shape, dtype)
 
 
-def _key_impl(x: Any) -> Any:
+def _key_impl(x: Leaf) -> Any:
     """How typed keys, concrete or abstract, are computed with."""
     found = []
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct(x.shape, x.dtype))
     return found[0]
 
 
-def _is_bound(x: Any) -> bool:
-    """Whether a leaf says on which devices it lies.
+def _is_bound(x: Leaf) -> bool:
+    """Whether a leaf is bound to certain devices.
 
-    A new array does not, until somebody puts it somewhere: it goes along with others to any device. JAX compiles a
-    step for the one kind or the other, and so for a restored state anew if it were of another kind.
+    A new array is not, until it is put on one: it is used together with arrays on any device. JAX compiles a step for
+    the one kind or the other, and would compile it again for a restored state of another kind.
     """
     return x.committed if isinstance(x, jax.Array) else getattr(x, "sharding", None) is not None
 
 
-def as_wanted(restored: Any, x: Any) -> Any:
+def as_wanted(restored: Leaf, x: Leaf) -> Leaf:
     """A leaf that was read, of the dtype and kind of the leaf it is for."""
     if isinstance(restored, np.ndarray) and not isinstance(x, (np.ndarray, np.generic)):
         restored = jnp.array(restored)
@@ -238,7 +251,7 @@ def as_wanted(restored: Any, x: Any) -> Any:
     return restored if restored.dtype == x.dtype else restored.astype(x.dtype)
 
 
-def _check_leaves(saved: dict[str, Any], named: dict[str, Any], where: str) -> None:
+def _check_leaves(saved: dict[str, Any], named: dict[str, Leaf], where: str) -> None:
     """Raises if paths or shapes differ, or dtypes that no cast bridges."""
     differing = [f"'{name}' is only in the checkpoint" for name in saved if name not in named]
     differing += [f"'{name}' is not in the checkpoint" for name in named if name not in saved]
@@ -269,7 +282,7 @@ def _kind(leaf: dict[str, Any]) -> str:
     return "plain value" if "value" in leaf else "array"
 
 
-def _shape(x: Any) -> dict[str, Any]:
+def _shape(x: Leaf) -> dict[str, Any]:
     x = x if hasattr(x, "dtype") else np.asarray(x)
     return {"shape": list(x.shape), "dtype": str(x.dtype)}
 
@@ -278,7 +291,8 @@ def _is_floating(dtype: str) -> bool:
     return not dtype.startswith("key<") and dtypes.is_floating(jnp.dtype(dtype))
 
 
-def loss_scales(tree: Any) -> dict[str, Any]:
+def loss_scales(tree: PyTree) -> dict[str, LossScale]:
+    """The loss scales in a tree, by their paths."""
     flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, _SCALES))[0]
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): x
@@ -287,11 +301,11 @@ def loss_scales(tree: Any) -> dict[str, Any]:
     }
 
 
-def _settings(scale: Any) -> dict[str, Any]:
+def _settings(scale: LossScale) -> dict[str, Any]:
     """The kind of a loss scale and its numbers that are no leaves."""
     static = {
         f.name: getattr(scale, f.name)
-        for f in dataclasses.fields(scale)
+        for f in dataclasses.fields(scale)  # type: ignore[arg-type]
         if not (isinstance(scale, DynamicLossScale) and f.name in ("loss_scale", "counter"))
     }
     return {"kind": type(scale).__name__} | {
@@ -299,12 +313,12 @@ def _settings(scale: Any) -> dict[str, Any]:
     }
 
 
-def _owner(name: str, scales: Any) -> str | None:
+def _owner(name: str, scales: Iterable[str]) -> str | None:
     return next((s for s in scales if name == s or name.startswith(f"{s}/")), None)
 
 
-def _byte_sums(named: dict[str, Any]) -> dict[str, int]:
-    """The sum of all bytes of each leaf modulo 2**32: the same wherever and in how many parts they lie."""
+def _byte_sums(named: dict[str, Leaf]) -> dict[str, int]:
+    """The sum of all bytes of each leaf modulo 2**32: the same however they are sharded."""
     plain = {name: jax.random.key_data(x) if is_key(x) else x for name, x in named.items()}
     far = {name: x for name, x in plain.items() if not _is_on_host(x)}
     # In one program, as each is a reduction over all devices.
@@ -312,14 +326,14 @@ def _byte_sums(named: dict[str, Any]) -> dict[str, int]:
     return {name: int(sums[name]) if name in sums else _sum_on_host(x) for name, x in plain.items()}
 
 
-def _is_on_host(x: Any) -> bool:
+def _is_on_host(x: Leaf) -> bool:
     """Whether the bytes can be looked at without a copy and without compiling anything."""
     return not isinstance(x, jax.Array) or (
         x.is_fully_addressable and all(device.platform == "cpu" for device in x.devices())
     )
 
 
-def _sum_on_host(x: Any) -> int:
+def _sum_on_host(x: Leaf) -> int:
     whole = np.atleast_1d(_in_whole_bytes(np.asarray(x)))
     return int(np.frombuffer(whole.tobytes(), np.uint8).sum(dtype=np.uint32))
 
@@ -336,6 +350,6 @@ def _sums_on_device(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {name: total(x) for name, x in arrays.items()}
 
 
-def _in_whole_bytes(x: Any) -> Any:
+def _in_whole_bytes(x: Leaf) -> Leaf:
     """Formats of which some have less than a byte as float32, which holds all their values."""
     return x.astype(np.float32) if x.dtype.itemsize == 1 and x.dtype.isbuiltin != 1 else x

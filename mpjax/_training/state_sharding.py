@@ -1,7 +1,7 @@
-"""Where the leaves of a training state lie: beside the parameter that they mirror, or on every device.
+"""On which devices the leaves of a training state are placed: like the parameter that they mirror, or on all.
 
 A leaf mirrors a parameter if its path ends with the parameter's and its shape is the same, as with Adam's moments, an
-average of the weights, or whatever else an optimizer keeps for each of them. Everything else, counters and the loss
+average of the weights, or whatever else an optimizer stores for each of them. Everything else, counters and the loss
 scale above all, is the same on all devices of the mesh.
 """
 
@@ -11,14 +11,17 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from mpjax._training.types import KeyPath, Leaf, Params, Shardings
+
 T = TypeVar("T")
 Path = tuple[str, ...]
+Mirrored = dict[Path, tuple[tuple[int, ...], NamedSharding]]  # shape and sharding of each parameter
 
 
-def state_shardings(state: T, params: Any) -> T:
+def state_shardings(state: T, params: Shardings) -> T:
     """The sharding of each leaf of a training state, from those of the parameters.
 
-    For states that are created or restored right where they belong:
+    With it a state is created, or restored, with every leaf on its devices from the start:
 
         abstract = jax.eval_shape(create, key)
         state = jax.jit(create, out_shardings=mpjax.state_shardings(abstract, param_shardings))(key)
@@ -49,41 +52,41 @@ def state_shardings(state: T, params: Any) -> T:
             f"{expected}. Give one NamedSharding for each parameter, as with "
             "jax.tree.map(lambda x: NamedSharding(mesh, PartitionSpec(…)), state.params)."
         )
-    beside = _by_path(known, shardings)
+    mirrored = _by_path(known, shardings)
     everywhere = NamedSharding(shardings[0].mesh, PartitionSpec())
     return jax.tree_util.tree_map_with_path(
-        lambda path, x: _of_mirrored(path, x, beside) or everywhere, state
+        lambda path, x: _of_mirrored(path, x, mirrored) or everywhere, state
     )
 
 
-def placed(tree: T, params: Any) -> T:
+def placed(tree: T, params: Params) -> T:
     """`tree` on the mesh that the parameters are sharded over; itself if they are not, or while it is traced.
 
     Args:
-      tree: a training state, or a part of it. What lies on the mesh already stays where it is.
+      tree: a training state, or a part of it. What is on the mesh already is left there.
       params: the parameters.
     """
     leaves = jax.tree.leaves(params)
-    shardings = [x.sharding if _is_concrete(x) else None for x in leaves]
+    shardings: list[Any] = [x.sharding if _is_concrete(x) else None for x in leaves]
     if not leaves or not all(isinstance(s, NamedSharding) for s in shardings):
         return tree
     devices = shardings[0].device_set  # type: ignore[union-attr]
-    beside = _by_path(params, shardings)
+    mirrored = _by_path(params, shardings)
     everywhere = NamedSharding(shardings[0].mesh, PartitionSpec())  # type: ignore[union-attr]
 
-    def place(path: Any, x: Any) -> Any:
+    def place(path: KeyPath, x: Leaf) -> Leaf:
         if not isinstance(x, np.ndarray) and not (_is_concrete(x) and x.sharding.device_set != devices):
             return x
-        return jax.device_put(x, _of_mirrored(path, x, beside) or everywhere)
+        return jax.device_put(x, _of_mirrored(path, x, mirrored) or everywhere)
 
     return jax.tree_util.tree_map_with_path(place, tree)
 
 
-def _is_concrete(x: Any) -> bool:
+def _is_concrete(x: Leaf) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
 
 
-def _by_path(params: Any, shardings: list[Any]) -> dict[Path, tuple[tuple[int, ...], Any]]:
+def _by_path(params: Params, shardings: list[NamedSharding]) -> Mirrored:
     """Shape and sharding of each parameter by its path, with and without the name of Flax's collection."""
     found = {}
     for (path, x), sharding in zip(jax.tree_util.tree_leaves_with_path(params), shardings, strict=True):
@@ -94,15 +97,15 @@ def _by_path(params: Any, shardings: list[Any]) -> dict[Path, tuple[tuple[int, .
     return found
 
 
-def _of_mirrored(path: Any, x: Any, beside: dict[Path, tuple[tuple[int, ...], Any]]) -> Any:
+def _of_mirrored(path: KeyPath, x: Leaf, mirrored: Mirrored) -> NamedSharding | None:
     """The sharding of the parameter that a leaf mirrors, or None."""
     names = _names(path)
     for i in range(len(names) + 1):  # the longest path first
-        shape, sharding = beside.get(names[i:], (None, None))
+        shape, sharding = mirrored.get(names[i:], (None, None))
         if shape == np.shape(x):
             return sharding
     return None
 
 
-def _names(path: Any) -> Path:
+def _names(path: KeyPath) -> Path:
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)

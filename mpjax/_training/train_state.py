@@ -10,18 +10,19 @@ from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
-import jmp
+import numpy as np
 import optax
 from flax import struct
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
-from jax import lax
 
 from mpjax._precision import casting
 from mpjax._precision.policy_map import PolicyMap, as_policy_map, leaf_dtypes
-from mpjax._training import gradients
-from mpjax._training.loss_scale import as_loss_scale, check_loss_scale, loss_scale_for
+from mpjax._training import optimizer, overwritten
+from mpjax._training.finite import all_finite, to_float32
+from mpjax._training.gradients import check_floating
+from mpjax._training.loss_scale import LossScale, as_loss_scale, check_loss_scale, loss_scale_for
 from mpjax._training.state_sharding import placed
+from mpjax._training.types import Finite, Grads, Leaf, ModelState, Params, Policies, PyTree
 
 T = TypeVar("T")
 
@@ -41,9 +42,9 @@ class TrainState(train_state.TrainState):
       policy: the `PolicyMap` that the model runs under, or None; static.
     """
 
-    loss_scale: Any = None
-    model_state: Any = None
-    skipped: Any = 0
+    loss_scale: LossScale = None  # type: ignore[assignment]  # create makes one
+    model_state: ModelState | None = None
+    skipped: jax.Array | int = 0
     policy: PolicyMap | None = struct.field(pytree_node=False, default=None)
 
     @classmethod
@@ -51,17 +52,19 @@ class TrainState(train_state.TrainState):
         cls,
         *,
         apply_fn: Callable[..., Any] | None,
-        params: Any,
+        params: Params,
         tx: optax.GradientTransformation,
-        policy: "str | dict | jmp.Policy | PolicyMap | None" = None,
-        loss_scale: Any = None,
-        model_state: Any = None,
+        policy: Policies | None = None,
+        loss_scale: LossScale | None = None,
+        model_state: ModelState | None = None,
         **kwargs: Any,
     ) -> Self:
         """Returns the state before the first step.
 
+            state = mpjax.TrainState.create(apply_fn=model.apply, params=params, tx=tx, policy="p=f32,c=bf16,o=f32")
+
         Args:
-          apply_fn: kept for convenience; may be None.
+          apply_fn: stored for convenience; may be None.
           params: the parameters. They are stored in the param dtype of the policy that governs them; 16-bit ones
             are refused where that is float32, as bits that were lost do not come back.
           tx: any optax transformation.
@@ -73,8 +76,8 @@ class TrainState(train_state.TrainState):
           **kwargs: fields that a subclass adds.
 
         Returns:
-          The state. Where parameters are sharded, it lies on their mesh: what mirrors a parameter (such as Adam's
-          moments) beside it, everything else on all devices. Under `jax.jit` say so with `state_shardings`.
+          The state. Where parameters are sharded, it is placed on their mesh: what mirrors a parameter (such as Adam's
+          moments) like the parameter, everything else on all devices. Under `jax.jit` pass `state_shardings`.
 
         Raises:
           TypeError: if a parameter is not floating.
@@ -82,20 +85,20 @@ class TrainState(train_state.TrainState):
             bits than its policy stores.
         """
         policies = None if policy is None else as_policy_map(policy)
-        gradients.check_floating(params, "params")
+        check_floating(params, "params")
         if policies is not None:
             check_params(params, policies, only_narrower=True)
             params = cast_params(params, policies)
         loss_scale = loss_scale_for(policies) if loss_scale is None else as_loss_scale(loss_scale)
         check_loss_scale(loss_scale)
-        trained = params["params"] if _has_overwritten(params) else params
+        trained, _ = overwritten.optimizer_view(overwritten.split(params).trained)
         state = cls(
             # Not a Python 0, for which jit would trace a second time after the first step.
             step=jnp.zeros([], jnp.int32),
             apply_fn=apply_fn,  # type: ignore[arg-type]
             params=params,
             tx=tx,
-            opt_state=tx.init(gradients.to_float32(trained)),
+            opt_state=tx.init(to_float32(trained)),
             loss_scale=jax.tree.map(jnp.asarray, loss_scale),
             model_state=model_state,
             skipped=jnp.zeros([], jnp.int32),
@@ -105,27 +108,48 @@ class TrainState(train_state.TrainState):
         return _without_aliases(placed(state, params))
 
     def apply_gradients(  # type: ignore[override]
-        self, *, grads: Any, finite: jax.Array | bool | None = None, **kwargs: Any
+        self,
+        *,
+        grads: Grads,
+        finite: Finite | bool | None = None,
+        value: jax.Array | None = None,
+        value_fn: Callable[..., jax.Array] | None = None,
+        extra_args: Mapping[str, Any] | None = None,
+        **kwargs: Any,
     ) -> Self:
         """Returns the state after one step, which is skipped if the gradients are not finite.
+
+            state = state.apply_gradients(grads=grads, finite=finite, loss_scale=loss_scale.adjust(finite))
 
         Args:
           grads: gradients with the structure of `params`; unscaled. They are used in float32.
           finite: whether to apply them, shape [] and dtype bool; by default whether all are finite.
+          value: the unscaled loss, shape [], for optimizers that ask for it, such as
+            `optax.contrib.reduce_on_plateau`. These also skip the step if it is not finite.
+          value_fn: `params -> loss` on the same batch, for optimizers that evaluate the loss themselves, such as
+            `optax.lbfgs`. Its parameters are float32.
+          extra_args: what else the optimizer asks for, by name.
           **kwargs: new values of other fields. On a skip they are dropped like the rest, but for
-            `loss_scale`, which moves on a skip above all: pass `loss_scale.adjust(finite)`.
+            `loss_scale`, which changes on a skip above all: pass `loss_scale.adjust(finite)`.
 
         Returns:
           The state with `step` one higher, and `skipped` too if nothing else changed.
+
+        Raises:
+          ValueError: if a new value has another structure than the old one.
+          TypeError: if the optimizer asks for an argument that it was not given.
         """
-        grads = gradients.to_float32(grads)
-        finite = jnp.asarray(gradients.all_finite(grads) if finite is None else finite, bool)
+        grads = to_float32(grads)
+        finite = jnp.asarray(all_finite(grads) if finite is None else finite, bool)
+        if value is not None:
+            finite = optimizer.is_finite_for(self.tx, finite, value)
         dynamic = {k: v for k, v in kwargs.items() if k != "loss_scale" and _is_node(self, k)}
-        outright = {k: v for k, v in kwargs.items() if k not in dynamic}
+        static = {k: v for k, v in kwargs.items() if k not in dynamic}
         old = {k: getattr(self, k) for k in dynamic}
         new = {k: shaped_like(v, old[k], k) for k, v in dynamic.items()}
-        params, opt_state, dynamic = apply_if_finite(
-            self.tx, grads, self.params, self.opt_state, finite, (new, old)
+        further = {"value": value, "value_fn": value_fn, **(extra_args or {})}
+        params, opt_state, dynamic = optimizer.apply_if_finite(
+            self.tx, grads, self.params, self.opt_state, finite, further, new, old
         )
         return self.replace(
             step=self.step + 1,
@@ -133,45 +157,14 @@ class TrainState(train_state.TrainState):
             params=params,
             opt_state=opt_state,
             **dynamic,
-            **outright,
+            **static,
         )
 
 
-def apply_if_finite(
-    tx: optax.GradientTransformation,
-    grads: Any,
-    params: Any,
-    opt_state: Any,
-    finite: jax.Array,
-    beside: tuple[Any, Any] = ((), ()),
-    **kwargs: Any,
-) -> tuple[Any, Any, Any]:
-    """New parameters and optimizer state, in the dtypes of the old ones, or the old ones.
-
-    Args:
-      tx: an optax transformation.
-      grads: float32 gradients.
-      params: the parameters.
-      opt_state: the optimizer's state.
-      finite: whether to apply the update, shape [] and dtype bool.
-      beside: a tree of new values and one of old ones, of which one or the other comes third.
-      **kwargs: further arguments for `tx.update`.
-    """
-    # A cond, not a select over every leaf: the optimizer's work is saved on a skip and, above all, no
-    # second copy of the state is written when there is none. One for all, as a GPU waits for each.
-    return lax.cond(
-        finite,
-        lambda grads, params, opt_state, new, old: (*_updated(tx, grads, params, opt_state, kwargs), new),
-        lambda grads, params, opt_state, new, old: (params, opt_state, old),
-        grads,
-        params,
-        opt_state,
-        *beside,
-    )
-
-
-def cast_params(params: Any, policies: "str | dict | jmp.Policy | PolicyMap") -> Any:
+def cast_params(params: Params, policies: Policies) -> Params:
     """Casts each floating parameter to the param dtype of the policy that governs its module.
+
+        params = mpjax.cast_params(restored, "p=f32,c=bf16,o=f32")
 
     Args:
       params: parameters whose key paths spell the paths of their modules, as Flax's do.
@@ -181,7 +174,7 @@ def cast_params(params: Any, policies: "str | dict | jmp.Policy | PolicyMap") ->
     return casting.cast_to_dtypes(params, tuple(dtype for _, _, dtype in stored))
 
 
-def check_params(params: Any, policies: PolicyMap, *, only_narrower: bool = False) -> None:
+def check_params(params: Params, policies: PolicyMap, *, only_narrower: bool = False) -> None:
     """Raises if a parameter is not stored in the param dtype of its policy, as after a wrong restore.
 
     Args:
@@ -204,7 +197,7 @@ def check_params(params: Any, policies: PolicyMap, *, only_narrower: bool = Fals
     )
 
 
-def check_stored(found: list[tuple[str, Any, Any]], policies: PolicyMap) -> None:
+def check_stored(found: list[tuple[str, np.dtype, np.dtype]], policies: PolicyMap) -> None:
     """Raises if dtypes differ from those that the policies ask for.
 
     Args:
@@ -226,29 +219,7 @@ def check_stored(found: list[tuple[str, Any, Any]], policies: PolicyMap) -> None
         )
 
 
-def _updated(
-    tx: optax.GradientTransformation, grads: Any, params: Any, opt_state: Any, kwargs: dict[str, Any]
-) -> tuple[Any, Any]:
-    """Parameters and optimizer state after an update that sees float32 alone, in the dtypes they had before.
-
-    Optimizers cast parts of their state to the dtype of the parameters, where an epsilon of 1e-30 is zero.
-    """
-    overwritten = _has_overwritten(params)
-    trained, trained_grads = (params["params"], grads["params"]) if overwritten else (params, grads)
-    wide = gradients.to_float32(trained)
-    updates, new_opt_state = tx.update(trained_grads, opt_state, wide, **kwargs)
-    new = casting.cast_to_dtypes(optax.apply_updates(wide, updates), casting.dtypes_of(trained))
-    if overwritten:
-        new = {"params": new, OVERWRITE_WITH_GRADIENT: grads[OVERWRITE_WITH_GRADIENT]}
-    return new, casting.cast_to_dtypes(new_opt_state, casting.dtypes_of(opt_state))
-
-
-def _has_overwritten(params: Any) -> bool:
-    """Whether parameters come with state that fp8 layers hand back in the place of gradients."""
-    return isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params
-
-
-def shaped_like(new: Any, old: Any, field: str) -> Any:
+def shaped_like(new: PyTree, old: PyTree, field: str) -> PyTree:
     """`new` in the containers and dtypes of `old`."""
     paths = [
         [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
@@ -273,7 +244,7 @@ def _without_aliases(state: T) -> T:
     """Copies arrays that occur twice (some optimizers keep the parameters): a buffer is donated only once."""
     seen: set[int] = set()
 
-    def copy_if_seen(x: Any) -> Any:
+    def copy_if_seen(x: Leaf) -> Leaf:
         if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
             return x
         if id(x) in seen:

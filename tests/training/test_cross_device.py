@@ -34,7 +34,7 @@ def values(x):
     return [float(np.asarray(s.data).ravel()[0]) for s in x.addressable_shards]
 
 
-# ------------------------------------------------------------------------------------------------- one verdict
+# ------------------------------------------------------------------------------------------------- one finite flag
 
 
 @pytest.mark.parametrize("name", DATA_PARALLEL)
@@ -62,18 +62,18 @@ def test_one_bad_tensor_parallel_shard_skips_the_step_on_all_devices(name):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_all_finite_is_one_verdict_for_all_shards(check_vma):
+def test_all_finite_is_one_flag_for_all_shards(check_vma):
     x = np.ones(8, np.float32)
     x[5] = np.nan
-    verdict = jax.shard_map(
+    finite = jax.shard_map(
         lambda x: mpjax.all_finite(x)[None],
         mesh=mesh_of(4, 2),
         in_specs=P(("data", "model")),
         out_specs=P(("data", "model")),
         check_vma=check_vma,
     )
-    assert jax.jit(verdict)(x).tolist() == [False] * 8
-    assert jax.jit(verdict)(np.ones(8, np.float32)).tolist() == [True] * 8
+    assert jax.jit(finite)(x).tolist() == [False] * 8
+    assert jax.jit(finite)(np.ones(8, np.float32)).tolist() == [True] * 8
 
 
 def collectives(way, kinds="all-reduce|reduce-scatter|all-gather"):
@@ -83,17 +83,17 @@ def collectives(way, kinds="all-reduce|reduce-scatter|all-gather"):
 
 
 @pytest.mark.parametrize("name", DATA_PARALLEL)
-def test_averaged_gradients_need_no_collective_for_the_verdict(name):
+def test_averaged_gradients_need_no_collective_for_the_finite_flag(name):
     assert not [types for types in collectives(Way(name)) if re.search(r"\b(pred|[su]32|[su]8)\[", types)]
 
 
 @pytest.mark.parametrize("name", ["jit, fully sharded", "jit, mixed", *TENSOR_PARALLEL])
-def test_sharded_gradients_need_one_collective_at_most_for_the_verdict(name, monkeypatch):
+def test_sharded_gradients_need_one_collective_at_most_for_the_finite_flag(name, monkeypatch):
     """However many sets of mesh axes they are sharded over: under jit it travels with the sums of the gradient norm."""
-    with_verdict = len(collectives(Way(name)))
+    with_flag = len(collectives(Way(name)))
     monkeypatch.setattr(gradients, "all_finite", lambda grads, **kwargs: jnp.array(True))
     without = len(collectives(Way(name)))
-    assert with_verdict - without <= 1
+    assert with_flag - without <= 1
 
 
 # ------------------------------------------------------------------------------------------- the same curve

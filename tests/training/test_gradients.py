@@ -12,7 +12,11 @@ from programs import operand_dtypes
 from trees import FLOATS, floating_arrays, other_leaves, same, trees
 
 import mpjax
-from mpjax._training import cross_device, gradients
+from mpjax._training.accumulation import accumulate as accumulate_microbatches
+from mpjax._training.finite import to_float32
+from mpjax._training.gradients import unscale
+from mpjax._training.overwritten import merge, split
+from mpjax._training.reduction import Reduction, average_state, combine_metrics
 
 NONE = mpjax.NoOpLossScale()
 F16_MIXED, BF16_MIXED = "p=f32,c=f16,o=f32", "p=f32,c=bf16,o=f32"
@@ -74,7 +78,7 @@ def test_gradients_have_the_structure_of_what_was_differentiated():
     assert type(grads) is FrozenDict
 
 
-def test_products_take_the_compute_dtype_forward_and_backward():
+def test_matmuls_take_the_compute_dtype_forward_and_backward():
     fn = mpjax.value_and_grad(
         lambda w, x: ((x @ w) ** 2).astype(jnp.float32).mean(), BF16_MIXED, argnums=(0, 1)
     )
@@ -172,7 +176,7 @@ def test_a_base_model_in_an_argument_of_its_own_gets_no_gradients():
     }
 
 
-def test_batches_with_keys_ints_and_bools_reach_the_loss_as_they_are():
+def test_batches_with_keys_ints_and_bools_reach_the_loss_unchanged():
     seen = []
 
     def loss(w, batch):
@@ -432,7 +436,7 @@ def test_loss_and_gradients_are_averaged_over_replicas(kind):
 
 @KINDS
 @pytest.mark.parametrize("culprit", range(REPLICAS))
-def test_one_bad_replica_makes_the_verdict_of_all_replicas(kind, culprit):
+def test_one_bad_replica_makes_the_flag_of_all_replicas_false(kind, culprit):
     fn = mpjax.value_and_grad(lambda w, x: (w * x).sum(), "float32", axis_name="i")
     x = np.ones((REPLICAS, 2), np.float32)
     x[culprit, 0] = np.inf
@@ -468,7 +472,7 @@ def test_auxiliary_results_stay_with_their_replica(kind):
 
 
 @KINDS
-def test_a_products_gradient_is_averaged_over_replicas_under_a_half_policy(kind):
+def test_a_matmuls_gradient_is_averaged_over_replicas_under_a_half_policy(kind):
     fn = mpjax.value_and_grad(lambda w, x: (x @ w).astype(jnp.float32).sum(), BF16_MIXED, axis_name="i")
     x = jnp.ones((1, 1, 2)) * jnp.asarray([1.0, 2.0, 3.0, 6.0])[:, None, None]
     _, grads, _ = replicated(lambda w, x: fn(NONE, w, x), kind)(jnp.ones((2, 1)), x)
@@ -478,7 +482,7 @@ def test_a_products_gradient_is_averaged_over_replicas_under_a_half_policy(kind)
 
 def test_replicas_of_two_axes_are_averaged_over_both():
     average = jax.vmap(
-        jax.vmap(lambda x: cross_device.average_state({"w": x}, None, ("i", "j")), axis_name="j"),
+        jax.vmap(lambda x: average_state({"w": x}, None, Reduction(("i", "j"))), axis_name="j"),
         axis_name="i",
     )
     np.testing.assert_array_equal(average(jnp.arange(6.0).reshape(2, 3))["w"], np.full((2, 3), 2.5))
@@ -489,7 +493,7 @@ def test_averaging_leaves_counters_bools_and_keys_alone(kind):
     def average(w, n, key):
         del w
         before = {"n": jnp.int32(6), "flag": jnp.asarray(True), "key": key}
-        return cross_device.average_state({"n": n, "flag": n > 1, "key": key}, before, "i")
+        return average_state({"n": n, "flag": n > 1, "key": key}, before, Reduction("i"))
 
     keys = jax.random.split(jax.random.key(0), 4)
     out = replicated(average, kind, 2)(jnp.ones(1), jnp.full(4, 7), keys)
@@ -503,7 +507,7 @@ def test_averaging_leaves_counters_bools_and_keys_alone(kind):
 def test_metrics_of_replicas_are_averaged_counted_and_combined(kind):
     def combine(w, loss, correct, ok):
         del w
-        return cross_device.combine_metrics({"loss": loss, "correct": correct, "ok": ok}, "i")
+        return combine_metrics({"loss": loss, "correct": correct, "ok": ok}, Reduction("i"))
 
     out = replicated(combine, kind, 3)(
         jnp.ones(1),
@@ -521,13 +525,13 @@ def test_metrics_of_replicas_are_averaged_counted_and_combined(kind):
 
 def accumulate(grad, steps, batch, rng=None, carry=None):
     def grad_fn(carry, batch, rng):
-        return (carry, {}), grad(batch)
+        return (carry, {}), split(grad(batch))
 
-    return gradients.accumulate(grad_fn, steps, carry, batch, rng)[2]
+    return merge(accumulate_microbatches(grad_fn, steps, carry, batch, rng)[2])
 
 
 def test_half_gradients_of_1024_microbatches_are_averaged_in_float32():
-    grads = accumulate(lambda x: gradients.to_float32(x.astype(jnp.bfloat16).sum()), 1024, jnp.ones(1024))
+    grads = accumulate(lambda x: to_float32(x.astype(jnp.bfloat16).sum()), 1024, jnp.ones(1024))
     assert grads.dtype == np.float32
     assert float(grads) == 1.0
 
@@ -535,7 +539,7 @@ def test_half_gradients_of_1024_microbatches_are_averaged_in_float32():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(("n", "value"), [(1000, 1e-3), (1024, 2.0**-10)])
 def test_many_small_half_gradients_are_averaged_in_float32(dtype, n, value):
-    grads = accumulate(lambda x: gradients.to_float32(x.sum()), n, jnp.full(n, value, dtype))
+    grads = accumulate(lambda x: to_float32(x.sum()), n, jnp.full(n, value, dtype))
     np.testing.assert_allclose(float(grads), float(jnp.asarray(value, dtype)), rtol=1e-5)
 
 
@@ -561,8 +565,12 @@ def test_all_leaves_of_a_batch_are_cut_alike():
 
 
 def test_each_microbatch_gets_a_key_of_its_own():
-    _, results, _ = gradients.accumulate(
-        lambda c, b, r: ((c, {"u": jax.random.uniform(r)}), b.sum()), 3, None, jnp.ones(3), jax.random.key(0)
+    _, results, _ = accumulate_microbatches(
+        lambda c, b, r: ((c, {"u": jax.random.uniform(r)}), split(b.sum())),
+        3,
+        None,
+        jnp.ones(3),
+        jax.random.key(0),
     )
     expected = jnp.mean(jax.vmap(jax.random.uniform)(jax.random.split(jax.random.key(0), 3)))
     np.testing.assert_allclose(results["u"], expected, rtol=1e-6)
@@ -575,9 +583,9 @@ def test_results_are_averaged_if_floating_added_up_if_counts_and_anded_if_bools(
         return (
             carry,
             {"loss": batch.sum(), "n": batch.astype(jnp.int32).sum(), "ok": batch.sum() < 3},
-        ), batch.sum()
+        ), split(batch.sum())
 
-    _, results, _ = gradients.accumulate(grad_fn, 4, None, jnp.asarray([1.0, 2.0, 3.0, 4.0]), None)
+    _, results, _ = accumulate_microbatches(grad_fn, 4, None, jnp.asarray([1.0, 2.0, 3.0, 4.0]), None)
     assert float(results["loss"]) == 2.5
     assert int(results["n"]) == 10
     assert bool(results["ok"]) is False
@@ -587,9 +595,9 @@ def test_a_hundred_microbatches_of_a_hundred_correct_are_ten_thousand():
     def grad_fn(carry, batch, rng):
         del rng
         results = {"correct": batch.astype(jnp.int32).sum(), "accuracy": batch.mean().astype(jnp.float16)}
-        return (carry, results), jnp.float32(0.0)
+        return (carry, results), split(jnp.float32(0.0))
 
-    _, results, _ = gradients.accumulate(grad_fn, 100, None, jnp.ones(10000), None)
+    _, results, _ = accumulate_microbatches(grad_fn, 100, None, jnp.ones(10000), None)
     assert int(results["correct"]) == 10000
     assert float(results["accuracy"]) == 1.0
 
@@ -597,9 +605,9 @@ def test_a_hundred_microbatches_of_a_hundred_correct_are_ten_thousand():
 def test_a_thousand_half_losses_are_averaged_in_float32():
     def grad_fn(carry, batch, rng):
         del rng
-        return (carry, {"loss": batch.sum()}), jnp.float32(0.0)
+        return (carry, {"loss": batch.sum()}), split(jnp.float32(0.0))
 
-    _, results, _ = gradients.accumulate(grad_fn, 1000, None, jnp.full(1000, 2.3, jnp.float16), None)
+    _, results, _ = accumulate_microbatches(grad_fn, 1000, None, jnp.full(1000, 2.3, jnp.float16), None)
     assert results["loss"].dtype == np.float32
     np.testing.assert_allclose(float(results["loss"]) * 1000, 1000 * float(jnp.float16(2.3)), rtol=1e-6)
 
@@ -607,9 +615,9 @@ def test_a_thousand_half_losses_are_averaged_in_float32():
 def test_the_carry_goes_from_one_microbatch_to_the_next():
     def grad_fn(carry, batch, rng):
         del rng
-        return (carry * 2 + batch.sum(), {}), batch.sum()
+        return (carry * 2 + batch.sum(), {}), split(batch.sum())
 
-    carry, _, _ = gradients.accumulate(grad_fn, 3, jnp.float32(0.0), jnp.asarray([1.0, 10.0, 100.0]), None)
+    carry, _, _ = accumulate_microbatches(grad_fn, 3, jnp.float32(0.0), jnp.asarray([1.0, 10.0, 100.0]), None)
     assert float(carry) == (1 * 2 + 10) * 2 + 100
 
 
@@ -625,23 +633,23 @@ def test_a_batch_that_cannot_be_cut_is_refused_with_leaf_and_shape(shape, steps)
 # --------------------------------------------------------------------------------------------- fp8
 
 
-def test_what_fp8_layers_hand_back_is_not_unscaled():
+def test_the_next_state_of_fp8_layers_is_not_unscaled():
     grads = {"params": {"w": jnp.float16(1024.0)}, OVERWRITE: {"dense": {"scale": jnp.float32(7.0)}}}
-    out = gradients.unscale(static(1024.0), grads)
+    out = unscale(static(1024.0), grads)
     assert float(out["params"]["w"]) == 1.0
     assert float(out[OVERWRITE]["dense"]["scale"]) == 7.0
 
 
-def test_what_fp8_layers_hand_back_is_the_largest_of_all_replicas_not_their_mean():
+def test_the_next_state_of_fp8_layers_is_the_largest_of_all_replicas_not_their_mean():
     average = jax.vmap(
-        lambda x: cross_device.average_state({"params": x, OVERWRITE: x}, None, "i"), axis_name="i"
+        lambda x: average_state({"params": x, OVERWRITE: x}, None, Reduction("i")), axis_name="i"
     )
     out = average(jnp.asarray([1.0, 2.0, 6.0]))
     np.testing.assert_array_equal(out["params"], [3.0] * 3)
     np.testing.assert_array_equal(out[OVERWRITE], [6.0] * 3)
 
 
-def test_what_fp8_layers_hand_back_is_the_largest_of_all_microbatches_not_their_mean():
+def test_the_next_state_of_fp8_layers_is_the_largest_of_all_microbatches_not_their_mean():
     grads = accumulate(
         lambda x: {"params": x.sum(), OVERWRITE: {"scale": x.max()}}, 3, jnp.asarray([1.0, 2.0, 6.0])
     )

@@ -30,10 +30,10 @@ SCALES = pytest.mark.parametrize(
 SCALING = pytest.mark.parametrize("cls", [mpjax.StaticLossScale, mpjax.DynamicLossScale])
 
 
-def run(scale, verdicts):
-    """The factor after each of the verdicts."""
+def run(scale, flags):
+    """The factor after each of the flags."""
     factors = []
-    for finite in verdicts:
+    for finite in flags:
         scale = scale.adjust(jnp.bool_(finite))
         factors.append(float(scale.loss_scale))
     return factors
@@ -102,9 +102,9 @@ def test_the_largest_default_scale_has_a_normal_inverse():
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])
-@pytest.mark.parametrize("verdict", [GOOD, BAD])
-def test_a_scale_that_became_non_finite_recovers_to_its_default(value, verdict):
-    scale = mpjax.DynamicLossScale(jnp.float32(value)).adjust(verdict)
+@pytest.mark.parametrize("finite", [GOOD, BAD])
+def test_a_scale_that_became_non_finite_recovers_to_its_default(value, finite):
+    scale = mpjax.DynamicLossScale(jnp.float32(value)).adjust(finite)
     assert float(scale.loss_scale) == 2.0**15
 
 
@@ -159,10 +159,10 @@ def scale_settings(draw):
     }
 
 
-def reference(verdicts, start, period, factor, min_loss_scale, max_loss_scale, hysteresis):
-    """The rule in plain Python: the factor after each verdict."""
+def reference(flags, start, period, factor, min_loss_scale, max_loss_scale, hysteresis):
+    """The rule in plain Python: the factor after each finite."""
     factor_now, good, bad, factors = start, 0, 0, []
-    for finite in verdicts:
+    for finite in flags:
         if finite:
             good, bad = good + 1, 0
             if good == period:
@@ -177,7 +177,7 @@ def reference(verdicts, start, period, factor, min_loss_scale, max_loss_scale, h
 
 @settings(max_examples=15)  # each example compiles a step of its own
 @given(scale_settings(), st.lists(st.booleans(), min_size=1, max_size=60))
-def test_any_sequence_of_verdicts_moves_the_scale_as_the_rule_says(given_settings, verdicts):
+def test_any_sequence_of_flags_moves_the_scale_as_the_rule_says(given_settings, flags):
     start = given_settings.pop("start")
     scale = mpjax.DynamicLossScale(start, **given_settings)
     traces = []
@@ -188,22 +188,22 @@ def test_any_sequence_of_verdicts_moves_the_scale_as_the_rule_says(given_setting
         return scale.adjust(finite)
 
     factors = []
-    for finite in verdicts:
+    for finite in flags:
         scale = step(scale, finite)
         assert scale.loss_scale.dtype == np.float32
         assert scale.loss_scale.shape == ()
         assert scale.counter.dtype == np.int32
         assert given_settings["min_loss_scale"] <= float(scale.loss_scale) <= given_settings["max_loss_scale"]
         factors.append(float(scale.loss_scale))
-    assert factors == reference(verdicts, start, **given_settings)
+    assert factors == reference(flags, start, **given_settings)
     assert len(traces) == 1
 
 
 @given(scale_settings(), st.lists(st.booleans(), max_size=10))
-def test_settings_survive_flattening_at_every_step(given_settings, verdicts):
+def test_settings_survive_flattening_at_every_step(given_settings, flags):
     start = given_settings.pop("start")
     scale = mpjax.DynamicLossScale(start, **given_settings)
-    for finite in verdicts:
+    for finite in flags:
         scale = jax.tree.unflatten(jax.tree.structure(scale), jax.tree.leaves(scale)).adjust(
             jnp.bool_(finite)
         )

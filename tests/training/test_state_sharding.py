@@ -37,7 +37,7 @@ def same_shardings(state, expected):
 
 @SPECS
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_adams_moments_lie_beside_their_parameters_and_the_rest_on_every_device(specs, kind):
+def test_adams_moments_are_sharded_like_their_parameters_and_the_rest_on_every_device(specs, kind):
     mesh = mesh_of(4, 2, kind)
     state = create(mesh, specs)
     expected, everywhere = param_shardings(mesh, specs), NamedSharding(mesh, P())
@@ -50,7 +50,7 @@ def test_adams_moments_lie_beside_their_parameters_and_the_rest_on_every_device(
 
 
 @pytest.mark.parametrize("name", sorted(optimizers.EVERY))
-def test_what_any_optimizer_keeps_of_a_parameters_shape_lies_beside_it_and_all_on_the_mesh(name):
+def test_what_any_optimizer_keeps_of_a_parameters_shape_is_sharded_like_it_and_all_on_the_mesh(name):
     mesh = mesh_of(4, 2)
     state = create(mesh, MIXED, tx=optimizers.EVERY[name]())
     for path, x in jax.tree_util.tree_leaves_with_path(state.opt_state):

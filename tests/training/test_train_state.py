@@ -290,9 +290,9 @@ def test_it_is_replicated_and_unreplicated_as_flaxs():
 # --------------------------------------------------------------------------------------------- skipping
 
 
-def trained(state, verdicts):
+def trained(state, flags):
     step = jax.jit(lambda s, g, finite: s.apply_gradients(grads=g, finite=finite))
-    for finite in verdicts:
+    for finite in flags:
         grads = jax.tree.map(lambda p: jnp.full_like(p, 1.0 if finite else np.nan), state.params)
         state = step(state, grads, finite)
     return state
@@ -321,13 +321,13 @@ def test_non_finite_gradients_are_never_applied_however_many_come_in_a_row():
     assert (int(after.step), int(after.skipped)) == (50, 50)
 
 
-def test_the_verdict_is_reached_from_the_gradients_when_it_is_not_given():
+def test_whether_to_step_is_decided_from_the_gradients_when_it_is_not_given():
     state = create({"w": jnp.ones(2)})
     assert int(state.apply_gradients(grads={"w": jnp.asarray([1.0, np.inf])}).skipped) == 1
     assert int(state.apply_gradients(grads={"w": jnp.asarray([1.0, 2.0])}).skipped) == 0
 
 
-def test_a_verdict_given_wins_over_the_gradients():
+def test_a_flag_given_wins_over_the_gradients():
     state = create({"w": jnp.ones(2)}).apply_gradients(grads={"w": jnp.ones(2)}, finite=False)
     assert int(state.skipped) == 1
     np.testing.assert_array_equal(state.params["w"], [1.0, 1.0])

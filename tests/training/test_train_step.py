@@ -72,7 +72,7 @@ def test_a_step_is_the_same_with_every_policy_and_loss_scale_where_numbers_are_e
     assert float(metrics["loss_scale"]) == float(scale.loss_scale)
 
 
-def test_products_of_the_step_take_the_compute_dtype_forward_and_backward():
+def test_matmuls_of_the_step_take_the_compute_dtype_forward_and_backward():
     state = create(W, policy=BF16_MIXED)
     pairs = operand_dtypes(mpjax.make_train_step(product_loss), state, GOOD)
     assert pairs == [("bfloat16", "bfloat16")] * 2
@@ -85,7 +85,7 @@ def test_a_state_without_a_policy_trains_in_the_precision_that_comes():
     np.testing.assert_array_equal(step(state, GOOD)[0].params["w"], [[-1.0], [-2.0]])
 
 
-def test_the_order_of_a_step_is_scale_gradients_float32_unscale_average_verdict_optimizer():
+def test_the_order_of_a_step_is_scale_gradients_float32_unscale_average_finite_optimizer():
     events = []
 
     @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=[])
