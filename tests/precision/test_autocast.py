@@ -1,4 +1,4 @@
-"""The rules per operation: which dtypes each primitive takes and hands back inside a region."""
+"""The rules per operation: which dtypes each primitive takes and returns under a policy."""
 
 import functools
 import subprocess
@@ -19,6 +19,7 @@ from programs import PRODUCTS, exported_products, operand_dtypes, trace
 
 import mpjax
 from mpjax import autocast, full_precision
+from mpjax._precision import ops, rules
 
 BF16 = "p=f32,c=bf16,o=f32"
 F16 = "p=f32,c=f16,o=f32"
@@ -33,7 +34,7 @@ def normal(*shape: int, seed: int = 0) -> jax.Array:
 X, W = normal(4, 6), normal(6, 5, seed=1)
 
 
-def products(fn: Callable[..., Any], *args: Any) -> set[tuple[str, str]]:
+def matmuls(fn: Callable[..., Any], *args: Any) -> set[tuple[str, str]]:
     return set(operand_dtypes(fn, *args))
 
 
@@ -110,14 +111,12 @@ def test_a_float32_policy_gives_the_very_bits_of_the_plain_function() -> None:
 
 
 @POLICIES
-def test_products_take_operands_of_the_compute_dtype_and_hand_back_the_compute_dtype(
-    policy: str, half: str
-) -> None:
+def test_matmuls_have_operands_and_results_of_the_compute_dtype(policy: str, half: str) -> None:
     assert in_out(autocast(lambda x, w: x @ w, policy), X, W, name="dot_general") == [((half, half), half)]
 
 
 @POLICIES
-def test_the_products_of_the_backward_pass_take_the_compute_dtype_too(policy: str, half: str) -> None:
+def test_the_matmuls_of_the_backward_pass_take_the_compute_dtype_too(policy: str, half: str) -> None:
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
         return jnp.tanh(x @ w)
 
@@ -141,8 +140,8 @@ def test_the_products_of_the_backward_pass_take_the_compute_dtype_too(policy: st
         lambda x, w: jax.nn.one_hot(jnp.array([0, 3, 5]), 6) @ w,
     ],
 )
-def test_every_way_to_write_a_product_follows_the_policy(fn: Callable[..., Any]) -> None:
-    assert products(grads_outside(fn, BF16, 2), X, W) == {("bfloat16", "bfloat16")}
+def test_every_way_to_write_a_matmul_follows_the_policy(fn: Callable[..., Any]) -> None:
+    assert matmuls(grads_outside(fn, BF16, 2), X, W) == {("bfloat16", "bfloat16")}
     assert jax.eval_shape(autocast(fn, BF16), X, W).dtype == jnp.float32
 
 
@@ -171,15 +170,15 @@ def test_convolutions_take_the_compute_dtype_forward_and_backward(kernel: jax.Ar
     assert_near(jax.jit(autocast(fn, BF16))(IMAGES, kernel), jax.jit(fn)(IMAGES, kernel))
 
 
-def test_ragged_products_take_the_compute_dtype_forward_and_backward() -> None:
+def test_ragged_matmuls_take_the_compute_dtype_forward_and_backward() -> None:
     sizes = jnp.array([1, 3], jnp.int32)
     grads = grads_outside(lambda x, w: lax.ragged_dot(x, w, sizes), BF16, 2)
-    assert products(grads, X, normal(2, 6, 5)) == {("bfloat16", "bfloat16")}
+    assert matmuls(grads, X, normal(2, 6, 5)) == {("bfloat16", "bfloat16")}
     assert [g.dtype for g in jax.eval_shape(grads, X, normal(2, 6, 5))] == [jnp.float32] * 2
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
-def test_the_stablehlo_for_accelerators_has_only_16_bit_products(platform: str) -> None:
+def test_the_stablehlo_for_accelerators_has_only_16_bit_matmuls(platform: str) -> None:
     def fn(x: jax.Array, w: jax.Array, image: jax.Array, kernel: jax.Array) -> jax.Array:
         y = jnp.einsum("ij,jk->ik", x, w)
         return jnp.sum(jnp.sin(y)) + jnp.sum(lax.conv(image, kernel, (1, 1), "SAME") ** 2)
@@ -204,13 +203,13 @@ def test_a_result_asked_to_be_wider_than_its_operands_keeps_its_width(policy: st
 
 @POLICIES
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint], ids=["bare", "jit", "remat"])
-def test_the_backward_products_of_a_wide_result_take_16_bit_operands(
+def test_the_backward_matmuls_of_a_wide_result_take_16_bit_operands(
     policy: str, half: str, around: Any
 ) -> None:
     for grads in (loss_and_grads(around(wide), policy, 2), grads_outside(around(wide), policy, 2)):
-        assert products(grads, X.astype(half), W.astype(half)) == {(half, half)}
+        assert matmuls(grads, X.astype(half), W.astype(half)) == {(half, half)}
         exported = exported_products(grads, X.astype(half), W.astype(half), platform="tpu")
-        assert len(exported) >= 2  # the forward product, which a sum does not need, may be gone
+        assert len(exported) >= 2  # the forward matmul, which a sum does not need, may be gone
         assert set(exported) == {({"bfloat16": "bf16", "float16": "f16"}[half],) * 2}
 
 
@@ -219,7 +218,7 @@ def test_float32_operands_ask_for_no_width_by_asking_for_float32(policy: str, ha
     assert in_out(autocast(wide, policy), X, W, name="dot_general") == [((half, half), half)]
 
 
-def test_a_product_that_contracts_nothing_is_left_alone() -> None:
+def test_a_matmul_that_contracts_nothing_is_left_alone() -> None:
     def outer(positions: jax.Array, frequencies: jax.Array) -> jax.Array:
         return jnp.einsum("i,j->ij", positions, frequencies) + positions[:, None] @ frequencies[None, :]
 
@@ -229,32 +228,32 @@ def test_a_product_that_contracts_nothing_is_left_alone() -> None:
     assert fn(positions, jnp.ones(8))[2047, 0] == 4094.0
 
 
-def test_a_product_at_highest_precision_is_left_alone_and_so_are_its_gradients() -> None:
+def test_a_matmul_at_highest_precision_is_left_alone_and_so_are_its_gradients() -> None:
     fn = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
     assert operand_dtypes(grads_outside(fn, BF16, 2), X, W) == [("float32", "float32")] * 3
 
 
-def test_a_product_with_an_explicit_algorithm_is_left_alone() -> None:
+def test_a_matmul_with_an_explicit_algorithm_is_left_alone() -> None:
     fn = functools.partial(jnp.matmul, precision=lax.DotAlgorithmPreset.F32_F32_F32)
-    assert products(autocast(fn, BF16), X, W) == {("float32", "float32")}
+    assert matmuls(autocast(fn, BF16), X, W) == {("float32", "float32")}
 
 
 @pytest.mark.parametrize("precision", [None, "default", "high"])
 def test_any_other_precision_follows_the_policy(precision: Any) -> None:
     fn = functools.partial(jnp.matmul, precision=precision)
-    assert products(autocast(fn, BF16), X, W) == {("bfloat16", "bfloat16")}
+    assert matmuls(autocast(fn, BF16), X, W) == {("bfloat16", "bfloat16")}
 
 
 def test_operands_of_two_dtypes_meet_in_the_compute_dtype() -> None:
-    assert products(autocast(lax.dot, BF16), X.astype(jnp.float16), W) == {("bfloat16", "bfloat16")}
+    assert matmuls(autocast(lax.dot, BF16), X.astype(jnp.float16), W) == {("bfloat16", "bfloat16")}
 
 
-def test_integer_products_stay_exact() -> None:
+def test_integer_matmuls_stay_exact() -> None:
     a, b = jnp.array([[32001, 2909]]), jnp.array([[1], [3]])
     assert autocast(jnp.matmul, BF16)(a, b).tolist() == [[32001 + 3 * 2909]]
 
 
-def test_complex_and_float64_products_are_never_touched() -> None:
+def test_complex_and_float64_matmuls_are_never_touched() -> None:
     assert autocast(jnp.matmul, BF16)(X + 1j, W).dtype == jnp.complex64
     with jax.enable_x64(True):
         x = np.ones((2, 3), np.float64)
@@ -302,6 +301,11 @@ FLOAT32_INSIDE: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def test_each_operation_of_the_table_that_runs_in_float32_inside_is_tried() -> None:
+    in_float32 = {rules.float32_rule, rules.float32_elementwise_rule}
+    assert set(FLOAT32_INSIDE) == {row.name for row in ops.TABLE if row.rule in in_float32}
+
+
 @pytest.mark.parametrize("name", FLOAT32_INSIDE)
 def test_16_bit_operands_of_sums_and_exponentials_run_in_float32(name: str) -> None:
     found = in_out(autocast(FLOAT32_INSIDE[name], "bf16"), HALF_INPUTS, name=name)
@@ -310,7 +314,7 @@ def test_16_bit_operands_of_sums_and_exponentials_run_in_float32(name: str) -> N
 
 
 @pytest.mark.parametrize("name", FLOAT32_INSIDE)
-def test_what_ran_in_float32_is_handed_back_in_the_dtype_that_came_in(name: str) -> None:
+def test_what_ran_in_float32_is_returned_in_the_dtype_of_the_operands(name: str) -> None:
     fn = FLOAT32_INSIDE[name]
     assert autocast(lambda x: jax.eval_shape(fn, x).dtype, BF16)(HALF_INPUTS) == jnp.bfloat16
     found, expected = jax.jit(lambda x: (autocast(fn, BF16)(x), fn(x.astype(jnp.float32))))(HALF_INPUTS)
@@ -412,7 +416,7 @@ def test_decompositions_and_their_gradients_run_in_float32(name: str) -> None:
     run = mpjax.value_and_grad(lambda a: jnp.sum(fn(a)), BF16)
     plain = jax.value_and_grad(lambda a: jnp.sum(fn(a)))
     (value, grad, _), expected = jax.jit(lambda a: (run(NO_SCALE, a), plain(a)))(SQUARE)
-    if name in ("inv", "slogdet", "solve"):  # their JAX rules are made of products, too
+    if name in ("inv", "slogdet", "solve"):  # their JAX rules are made of matmuls, too
         assert_near((value, grad), expected, 0.03)
     else:
         assert_near((value, grad), expected, 1e-5)
@@ -431,8 +435,8 @@ def test_decompositions_take_16_bit_operands(name: str) -> None:
 # ------------------------------------------------------------------ promotion, buffers, constants, masks
 
 
-def half_product(x: jax.Array) -> jax.Array:
-    """A product whose result is in the compute dtype, as `lax` hands it over."""
+def half_matmul(x: jax.Array) -> jax.Array:
+    """A matmul whose result is in the compute dtype, as `lax` returns it."""
     return lax.dot(x, x)
 
 
@@ -444,31 +448,31 @@ def dtype_inside(fn: Callable[..., Any], policy: str = BF16) -> Any:
 
 
 def test_python_numbers_leave_a_16_bit_value_as_it_is() -> None:
-    assert dtype_inside(half_product) == jnp.bfloat16
-    assert dtype_inside(lambda x: 2.0 * half_product(x) / 3 + 1) == jnp.bfloat16
+    assert dtype_inside(half_matmul) == jnp.bfloat16
+    assert dtype_inside(lambda x: 2.0 * half_matmul(x) / 3 + 1) == jnp.bfloat16
 
 
 def test_mixing_with_float32_promotes_as_jax_does() -> None:
-    assert dtype_inside(lambda x: half_product(x) + x) == jnp.float32
-    assert dtype_inside(lambda x: half_product(x) * np.float32(2)) == jnp.float32
+    assert dtype_inside(lambda x: half_matmul(x) + x) == jnp.float32
+    assert dtype_inside(lambda x: half_matmul(x) * np.float32(2)) == jnp.float32
 
 
 @pytest.mark.parametrize(
     "fn",
     [
-        lambda x: lax.add(half_product(x), x),
-        lambda x: lax.mul(x, half_product(x)),
-        lambda x: lax.max(half_product(x), x),
-        lambda x: lax.select(x > 0, half_product(x), x),
-        lambda x: lax.clamp(x - 1, half_product(x), x + 1),
-        lambda x: lax.concatenate([half_product(x), x], 0),
-        lambda x: lax.gt(half_product(x), x).astype(jnp.float32),
-        lambda x: lax.pad(half_product(x), jnp.float32(0), ((1, 0, 0), (0, 0, 0))),
-        lambda x: lax.dot(half_product(x), x),
-        lambda x: lax.reduce(half_product(x), jnp.float32(0), lax.add, (0,)),
-        lambda x: lax.reduce_window(half_product(x), np.float32(0), lax.add, (2, 2), (1, 1), "VALID"),
-        lambda x: lax.reduce_window(half_product(x), -np.inf, lax.max, (2, 2), (1, 1), "VALID"),
-        lambda x: lax.cond(x[0, 0] > 0, lambda: half_product(x), lambda: half_product(x.T)),
+        lambda x: lax.add(half_matmul(x), x),
+        lambda x: lax.mul(x, half_matmul(x)),
+        lambda x: lax.max(half_matmul(x), x),
+        lambda x: lax.select(x > 0, half_matmul(x), x),
+        lambda x: lax.clamp(x - 1, half_matmul(x), x + 1),
+        lambda x: lax.concatenate([half_matmul(x), x], 0),
+        lambda x: lax.gt(half_matmul(x), x).astype(jnp.float32),
+        lambda x: lax.pad(half_matmul(x), jnp.float32(0), ((1, 0, 0), (0, 0, 0))),
+        lambda x: lax.dot(half_matmul(x), x),
+        lambda x: lax.reduce(half_matmul(x), jnp.float32(0), lax.add, (0,)),
+        lambda x: lax.reduce_window(half_matmul(x), np.float32(0), lax.add, (2, 2), (1, 1), "VALID"),
+        lambda x: lax.reduce_window(half_matmul(x), -np.inf, lax.max, (2, 2), (1, 1), "VALID"),
+        lambda x: lax.cond(x[0, 0] > 0, lambda: half_matmul(x), lambda: half_matmul(x.T)),
     ],
 )
 def test_lax_operations_written_for_one_dtype_still_run(fn: Callable[[Any], Any]) -> None:
@@ -478,11 +482,11 @@ def test_lax_operations_written_for_one_dtype_still_run(fn: Callable[[Any], Any]
 @pytest.mark.parametrize(
     "fn",
     [
-        lambda x: lax.dynamic_update_slice(jnp.zeros((4, 4)), half_product(x), (0, 0)),
-        lambda x: lax.dynamic_update_index_in_dim(jnp.zeros((4, 4)), half_product(x)[1], 1, 0),
-        lambda x: jnp.zeros((4, 4)).at[1].set(half_product(x)[1]),
-        lambda x: jnp.zeros((4, 4)).at[1].add(half_product(x)[1]),
-        lambda x: lax.fori_loop(0, 4, lambda i, b: b.at[i].set(half_product(x)[i]), jnp.zeros((4, 4))),
+        lambda x: lax.dynamic_update_slice(jnp.zeros((4, 4)), half_matmul(x), (0, 0)),
+        lambda x: lax.dynamic_update_index_in_dim(jnp.zeros((4, 4)), half_matmul(x)[1], 1, 0),
+        lambda x: jnp.zeros((4, 4)).at[1].set(half_matmul(x)[1]),
+        lambda x: jnp.zeros((4, 4)).at[1].add(half_matmul(x)[1]),
+        lambda x: lax.fori_loop(0, 4, lambda i, b: b.at[i].set(half_matmul(x)[i]), jnp.zeros((4, 4))),
     ],
 )
 def test_a_buffer_keeps_its_dtype_whatever_is_written_to_it(fn: Callable[[Any], Any]) -> None:
@@ -493,8 +497,8 @@ def test_a_buffer_keeps_its_dtype_whatever_is_written_to_it(fn: Callable[[Any], 
 def test_a_mutable_array_keeps_its_dtype() -> None:
     def fn(x: jax.Array) -> jax.Array:
         ref = jax.new_ref(jnp.zeros((4, 4)))
-        ref[...] = half_product(x)
-        ref[...] += half_product(x)
+        ref[...] = half_matmul(x)
+        ref[...] += half_matmul(x)
         return ref[...]
 
     assert dtype_inside(fn, "bf16") == jnp.float32
@@ -526,7 +530,7 @@ def test_a_row_that_is_masked_throughout_attends_evenly_and_is_never_nan(how: st
 
 def test_a_constant_that_fits_costs_the_program_nothing() -> None:
     def names(constant: float) -> list[str]:
-        fn = autocast(lambda x: half_product(x) * 0.5 + constant, "f16")
+        fn = autocast(lambda x: half_matmul(x) * 0.5 + constant, "f16")
         return [eqn.primitive.name for eqn in trace(fn, EYE)]
 
     assert "mpjax_saturate" not in names(-6e4)
@@ -534,12 +538,12 @@ def test_a_constant_that_fits_costs_the_program_nothing() -> None:
 
 
 def test_an_infinity_that_the_user_wrote_stays_one() -> None:
-    fn = autocast(lambda x: jnp.where(x > 0, half_product(x), -jnp.inf), "f16")
+    fn = autocast(lambda x: jnp.where(x > 0, half_matmul(x), -jnp.inf), "f16")
     assert fn(EYE)[0].tolist() == [1.0, -jnp.inf, -jnp.inf, -jnp.inf]
 
 
 def test_an_overflow_of_computed_values_is_not_hidden() -> None:
-    assert autocast(lambda x: half_product(x * 300) * 2, "f16")(EYE)[0, 0] == jnp.inf
+    assert autocast(lambda x: half_matmul(x * 300) * 2, "f16")(EYE)[0, 0] == jnp.inf
     assert autocast(lambda x: (x * 1e6).astype(jnp.float16), F16)(EYE)[0, 0] == jnp.inf
 
 
@@ -578,7 +582,7 @@ def test_a_closed_over_weight_used_1000_times_in_scan_has_gradient_1000(
 
     _, grad, _ = jax.jit(mpjax.value_and_grad(loss, policy))(NO_SCALE, jnp.ones((2, 1)))
     assert (grad.dtype, grad.tolist()) == (jnp.float32, [[1000.0], [1000.0]])
-    assert products(mpjax.value_and_grad(loss, policy), NO_SCALE, jnp.ones((2, 1))) == {(half, half)}
+    assert matmuls(mpjax.value_and_grad(loss, policy), NO_SCALE, jnp.ones((2, 1))) == {(half, half)}
 
 
 @POLICIES
@@ -604,11 +608,11 @@ def test_a_table_that_embeds_and_projects_adds_up_both_gradients_in_float32(poli
 
 
 @jax.custom_vjp
-def custom_product(x: jax.Array, w: jax.Array) -> jax.Array:
+def custom_matmul(x: jax.Array, w: jax.Array) -> jax.Array:
     return x @ w
 
 
-custom_product.defvjp(lambda x, w: (x @ w, (x, w)), lambda res, g: (g @ res[1].T, res[0].T @ g))
+custom_matmul.defvjp(lambda x, w: (x @ w, (x, w)), lambda res, g: (g @ res[1].T, res[0].T @ g))
 
 
 @jax.custom_jvp
@@ -626,7 +630,7 @@ AROUND: dict[str, Callable[[Any], Any]] = {
     "bare": lambda f: f,
     "jit": lambda f: jax.jit(jax.jit(f)),
     "remat": jax.checkpoint,
-    "remat that saves products": functools.partial(
+    "remat that saves matmuls": functools.partial(
         jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable
     ),
     "vmap": lambda f: lambda x, w: jax.vmap(f, (0, None))(x[None], w)[0],
@@ -634,8 +638,8 @@ AROUND: dict[str, Callable[[Any], Any]] = {
     "cond": lambda f: lambda x, w: lax.cond(x[0, 0] > -9, f, lambda x, w: f(-x, w), x, w),
 }
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "product": lambda x, w: jnp.sin(x @ w),
-    "custom_vjp": custom_product,
+    "matmul": lambda x, w: jnp.sin(x @ w),
+    "custom_vjp": custom_matmul,
     "custom_jvp": custom_sine,
 }
 
@@ -716,17 +720,17 @@ def test_shard_map_composes_from_inside_and_from_outside(check_vma: bool) -> Non
     def outside(x: jax.Array, w: jax.Array) -> jax.Array:
         return shard(autocast(fn, BF16), in_specs=(P("replicas"), P()), out_specs=P("replicas"))(x, w)
 
-    assert products(grads_outside(inside, BF16, 2), X, W) == {("bfloat16", "bfloat16")}
-    assert products(loss_and_grads(inside, BF16, 2), X, W) == {("bfloat16", "bfloat16")}
+    assert matmuls(grads_outside(inside, BF16, 2), X, W) == {("bfloat16", "bfloat16")}
+    assert matmuls(loss_and_grads(inside, BF16, 2), X, W) == {("bfloat16", "bfloat16")}
     grads = jax.grad(lambda x, w: jnp.sum(outside(x, w)), argnums=(0, 1))
-    assert products(grads, X, W) == {("bfloat16", "bfloat16")}
+    assert matmuls(grads, X, W) == {("bfloat16", "bfloat16")}
     assert_near(jax.jit(outside)(X, W), jax.jit(fn)(X, W), 0.05)
 
 
 def test_pmap_composes_from_inside_and_from_outside() -> None:
-    np.testing.assert_array_equal(jax.pmap(autocast(half_product, BF16))(EYE[None])[0], EYE)
+    np.testing.assert_array_equal(jax.pmap(autocast(half_matmul, BF16))(EYE[None])[0], EYE)
     assert (
-        autocast(lambda x: jax.pmap(lambda x: half_product(x) * 1.0)(x), "bf16")(EYE[None]).dtype
+        autocast(lambda x: jax.pmap(lambda x: half_matmul(x) * 1.0)(x), "bf16")(EYE[None]).dtype
         == jnp.bfloat16
     )
 
@@ -756,7 +760,7 @@ def test_nothing_leaks_and_debugging_tools_run() -> None:
 
 def test_donated_arguments_are_donated() -> None:
     x = jnp.ones((4, 4))
-    jax.jit(autocast(half_product, BF16), donate_argnums=0)(x)
+    jax.jit(autocast(half_matmul, BF16), donate_argnums=0)(x)
     assert x.is_deleted()
 
 
@@ -765,7 +769,7 @@ def test_the_library_needs_no_implicit_promotion() -> None:
         fn = autocast(lambda x, w: jax.nn.softmax(x @ w), BF16)
         jax.jit(jax.grad(lambda x, w: jnp.sum(fn(x, w))))(X, W)
         autocast(lambda x: x.at[0].add(x[1]), "bf16")(HALF_INPUTS)
-        autocast(lambda x: jnp.where(x > 0, half_product(x), -1e9), "f16")(EYE)
+        autocast(lambda x: jnp.where(x > 0, half_matmul(x), -1e9), "f16")(EYE)
 
 
 def test_no_float64_appears_where_x64_is_enabled() -> None:
@@ -785,7 +789,7 @@ def test_no_float64_appears_where_x64_is_enabled() -> None:
 
 def test_outputs_follow_the_output_dtype() -> None:
     def fn(x: jax.Array) -> Any:
-        return {"a": x, "b": (half_product(x), None)}
+        return {"a": x, "b": (half_matmul(x), None)}
 
     out = autocast(fn, "p=f32,c=bf16,o=f16")(EYE)
     assert (out["a"].dtype, out["b"][0].dtype, out["b"][1]) == (jnp.float16, jnp.float16, None)
@@ -793,7 +797,7 @@ def test_outputs_follow_the_output_dtype() -> None:
 
 def test_a_scalar_result_is_never_narrowed_but_widened() -> None:
     assert autocast(lambda x: jnp.sum(x), "bf16")(X).dtype == jnp.float32
-    assert autocast(lambda x: jnp.sum(half_product(x)), BF16)(EYE).dtype == jnp.float32
+    assert autocast(lambda x: jnp.sum(half_matmul(x)), BF16)(EYE).dtype == jnp.float32
 
 
 def test_inputs_are_never_narrowed() -> None:
@@ -861,7 +865,7 @@ def test_sinusoids_of_2048_positions_are_within_2_thousandths(policy: str) -> No
     np.testing.assert_allclose(computed, expected, atol=0.002)
 
 
-def test_the_products_of_the_rule_table_exist_in_this_jax() -> None:
+def test_the_matmuls_of_the_rule_table_exist_in_this_jax() -> None:
     def fn(x: jax.Array) -> jax.Array:
         y = lax.ragged_dot(x, jnp.ones((1, 4, 4)), jnp.array([4]))
         return lax.conv(y[None, None], x[None, None], (1, 1), "SAME")[0, 0] @ x

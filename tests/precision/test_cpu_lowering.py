@@ -1,4 +1,4 @@
-"""What CPUs are given to run for the bfloat16 products of a policy; other platforms' programs know nothing of it."""
+"""What CPUs are given to run for the bfloat16 matmuls of a policy; the programs of other platforms do not show it."""
 
 import re
 from pathlib import Path
@@ -18,12 +18,12 @@ from mpjax._precision.rules import PolicyPrecision
 pytestmark = pytest.mark.usefixtures("optimized_programs")
 
 BF16 = "p=f32,c=bf16,o=f32"
-PRODUCT = re.compile(r"stablehlo\.dot_general.*: \(tensor<([^>]*)>, tensor<([^>]*)>\) -> tensor<([^>]*)>")
+MATMUL = re.compile(r"stablehlo\.dot_general.*: \(tensor<([^>]*)>, tensor<([^>]*)>\) -> tensor<([^>]*)>")
 
 
 @pytest.fixture(params=[False, True], ids=["widened", "native"])
 def native(request, monkeypatch, optimized_programs):
-    """Either kind of machine. Programs for native products run on any, just not faster."""
+    """Both kinds of machines. Programs for native matmuls run on any, just not faster."""
     monkeypatch.setattr(cpu_lowering, "has_native_bfloat16", lambda: request.param)
     jax.clear_caches()
     yield request.param
@@ -44,8 +44,8 @@ def gradients(policy=BF16, fn=dense):
     return jax.grad(mpjax.autocast(fn, policy), argnums=(0, 1))
 
 
-def products(text):
-    return [tuple(t.rpartition("x")[2] for t in match) for match in PRODUCT.findall(text)]
+def matmuls(text):
+    return [tuple(t.rpartition("x")[2] for t in match) for match in MATMUL.findall(text)]
 
 
 def exported(platform, fn, *args):
@@ -70,36 +70,36 @@ def test_the_system_says_whether_the_cpu_multiplies_bfloat16(monkeypatch):
     assert cpu_lowering.has_native_bfloat16.__wrapped__() is False
 
 
-def test_products_take_bfloat16_and_add_up_in_float32_on_a_cpu_that_can_and_float32_on_others(native):
+def test_matmuls_take_bfloat16_and_add_up_in_float32_on_a_cpu_that_can_and_float32_on_others(native):
     text = jax.jit(gradients()).lower(*weights_and_inputs()).as_text()
     operand = "bf16" if native else "f32"
-    assert products(text) == [(operand, operand, "f32")] * 3
+    assert matmuls(text) == [(operand, operand, "f32")] * 3
     assert text.count("optimization_barrier") == (3 * 3 if native else 1)
 
 
-def test_accelerators_get_the_product_as_it_is_traced(native):
+def test_accelerators_get_the_matmul_as_it_is_traced(native):
     for platform in ("tpu", "cuda"):
         text = exported(platform, gradients(), *weights_and_inputs())
-        assert products(text) == [("bf16", "bf16", "bf16"), *[("bf16", "bf16", "f32")] * 2]
+        assert matmuls(text) == [("bf16", "bf16", "bf16"), *[("bf16", "bf16", "f32")] * 2]
         assert "barrier" not in text
 
 
-def test_products_outside_of_policies_are_left_alone(native):
+def test_matmuls_outside_of_policies_are_left_alone(native):
     w, x = (a.astype(jnp.bfloat16) for a in weights_and_inputs())
-    assert products(jax.jit(jnp.matmul).lower(x, w).as_text()) == [("bf16", "bf16", "bf16")]
+    assert matmuls(jax.jit(jnp.matmul).lower(x, w).as_text()) == [("bf16", "bf16", "bf16")]
 
 
-def test_float16_products_are_widened_on_every_cpu_and_float32_ones_left_alone(native):
+def test_float16_matmuls_are_widened_on_every_cpu_and_float32_ones_left_alone(native):
     for policy in ("p=f32,c=f16,o=f32", "float32"):
         text = jax.jit(gradients(policy)).lower(*weights_and_inputs()).as_text()
-        assert products(text) == [("f32", "f32", "f32")] * 3
+        assert matmuls(text) == [("f32", "f32", "f32")] * 3
         assert ("barrier" in text) == (policy != "float32")
 
 
 def test_the_weight_gradient_is_formed_in_the_layout_of_the_weight(native):
     for policy in (BF16, "p=f32,c=f16,o=f32"):
         text = jax.jit(jax.grad(mpjax.autocast(dense, policy))).lower(*weights_and_inputs()).as_text()
-        assert PRODUCT.findall(text)[-1][2] == "32x16xf32"
+        assert MATMUL.findall(text)[-1][2] == "32x16xf32"
 
 
 def test_a_long_sum_does_not_stop_where_bfloat16_does(native):
@@ -146,21 +146,21 @@ def layout_cases():
 
 @pytest.mark.parametrize(("size", "transposed", "dtype", "devices"), [*layout_cases()])
 def test_every_layout_runs(monkeypatch, size, transposed, dtype, devices):
-    """XLA folds transpositions of operands and results into products that it then cannot run."""
+    """XLA folds transpositions of operands and results into matmuls that it then cannot run."""
     monkeypatch.setattr(cpu_lowering, "has_native_bfloat16", lambda: True)
     rng = np.random.default_rng(0)
     mesh = jax.make_mesh((devices,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
 
-    def product(case, a, b):
+    def matmul(case, a, b):
         lhs, rhs, batch = case
         if transposed:
             a, b = a.T, b.T
         summed = [d for d in lhs if d in rhs and d not in batch]
         dims = [[tuple(map(names.index, ds)) for names in (lhs, rhs)] for ds in (summed, batch)]
-        mark = PolicyPrecision(None, np.dtype(dtype))
+        decided = PolicyPrecision(None, np.dtype(dtype))
         # On several devices what is widened is what has a float32 result.
         result = dtype if devices == 1 else jnp.float32
-        out = lax.dot_general(a, b, dims, precision=mark, preferred_element_type=result)
+        out = lax.dot_general(a, b, dims, precision=decided, preferred_element_type=result)
         return out.T if transposed else out
 
     def exact(case, a, b):
@@ -180,7 +180,7 @@ def test_every_layout_runs(monkeypatch, size, transposed, dtype, devices):
         return x.T if transposed else x
 
     operands = [(operand(lhs), operand(rhs)) for lhs, rhs, _ in LAYOUTS]
-    outs = jax.jit(lambda xs: [product(c, *x) for c, x in zip(LAYOUTS, xs, strict=True)])(operands)
+    outs = jax.jit(lambda xs: [matmul(c, *x) for c, x in zip(LAYOUTS, xs, strict=True)])(operands)
     for case, x, out in zip(LAYOUTS, operands, outs, strict=True):
         wanted = exact(case, *(np.asarray(a, np.float64) for a in x))
         np.testing.assert_allclose(
@@ -204,15 +204,15 @@ def test_transformations_compose(native):
     close(jax.jit(scanned(loss))(w), scanned(dense)(w))
 
 
-def test_a_checkpoint_policy_finds_the_products(native):
+def test_a_checkpoint_policy_finds_the_matmuls(native):
     w, x = weights_and_inputs()
     loss = jax.checkpoint(mpjax.autocast(dense, BF16), policy=jax.checkpoint_policies.dots_saveable)
-    assert len(products(jax.jit(jax.grad(loss)).lower(w, x).as_text())) == 2
+    assert len(matmuls(jax.jit(jax.grad(loss)).lower(w, x).as_text())) == 2
     close(jax.jit(jax.grad(loss))(w, x), jax.grad(dense)(w, x))
 
 
 @pytest.mark.parametrize("axis_type", list(jax.sharding.AxisType)[:2], ids=str)
-def test_sharded_products_run(native, axis_type):
+def test_sharded_matmuls_run(native, axis_type):
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(axis_type,) * 2)
     w, x = weights_and_inputs((4, 8))
     with jax.set_mesh(mesh):
@@ -224,7 +224,7 @@ def test_sharded_products_run(native, axis_type):
     close(grads, jax.grad(dense)(w, x))
 
 
-def test_products_under_shard_map_run(native):
+def test_matmuls_under_shard_map_run(native):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     w, x = weights_and_inputs((4, 8))
 

@@ -75,6 +75,45 @@ def test_an_operation_that_is_coarse_in_16_bits_runs_in_float32_under_a_policy()
             assert row.rule in in_float32
 
 
+OF_THREE = {"clamp", "select_n", "concatenate", "fma", "fmuladd"}  # which have tests of their own
+BINARY = [row.name for row in ops.TABLE if row.rule is rules.mixed_rule and row.name not in OF_THREE]
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_two_operands_of_different_dtypes_meet_in_float32(name):
+    fn = mpjax.autocast(getattr(lax, name), BF16)
+    half, full = jnp.ones(3, jnp.bfloat16), jnp.full(3, 2.0)
+    for args in ((half, full), (full, half), (half, half.astype(jnp.float16))):
+        (found,) = [e for e in trace(fn, *args) if e.primitive.name == name]
+        assert {v.aval.dtype.name for v in found.invars} == {"float32"}
+    (found,) = [e for e in trace(fn, half, half) if e.primitive.name == name]
+    assert {v.aval.dtype.name for v in found.invars} == {"bfloat16"}
+
+
+DECOMPOSITIONS = {
+    "cholesky": lax.linalg.cholesky,
+    "eig": lax.linalg.eig,
+    "eigh": lax.linalg.eigh,
+    "fft": jnp.fft.rfft,
+    "householder_product": lambda a: lax.linalg.householder_product(a, a[0]),
+    "lu": lax.linalg.lu,
+    "qr": lax.linalg.qr,
+    "schur": lax.linalg.schur,
+    "svd": lax.linalg.svd,
+    "triangular_solve": lambda a: lax.linalg.triangular_solve(a, a),
+}
+
+
+@pytest.mark.parametrize("name", [row.name for row in ops.TABLE if row.rule is rules.decomposition_rule])
+def test_a_decomposition_of_a_16_bit_matrix_runs_in_float32_and_returns_16_bits(name):
+    fn = mpjax.autocast(DECOMPOSITIONS[name], "bf16")
+    matrix = jnp.asarray(np.eye(4), jnp.bfloat16)
+    (found,) = [e for e in trace(fn, matrix) if e.primitive.name == name]
+    assert {v.aval.dtype.name for v in found.invars} == {"float32"}
+    results = jax.tree.leaves(jax.eval_shape(fn, matrix))
+    assert not {"float32", "float64"} & {r.dtype.name for r in results}
+
+
 # ------------------------------------------------------------------------------------ the documentation
 
 

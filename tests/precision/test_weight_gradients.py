@@ -1,4 +1,4 @@
-"""The gradient of what a product narrowed leaves its own product in float32."""
+"""The gradient of what a matmul narrowed leaves its own matmul in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def conv(x, w, **kwargs):
 
 
 # Layouts of weights and activations: x, w and the function of both. Some are such that XLA folds a transposition
-# into the gradient's product, which it cannot run on CPU with a float32 result.
+# into the gradient's matmul, which it cannot run on CPU with a float32 result.
 LAYOUTS = {
     "dense": (normal(4, 16, 32), normal(32, 8), lambda x, w: x @ w),
     "tied": (normal(4, 16, 32), normal(8, 32), lambda x, w: x @ w.T),
@@ -67,18 +67,18 @@ def test_the_gradient_of_a_weight_is_right_and_runs_in_every_layout(layout, poli
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("reduce_dtype", "result"), [("float32", "float32"), ("compute", "bfloat16")])
-def test_its_product_takes_16_bit_operands_and_gives_float32_or_where_asked_the_compute_dtype(
+def test_its_matmul_takes_16_bit_operands_and_gives_float32_or_where_asked_the_compute_dtype(
     layout, reduce_dtype, result
 ):
     x, w, f = LAYOUTS[layout]
-    products = [
+    matmuls = [
         eqn
         for eqn in programs.trace(gradient(f, BF16, reduce_dtype=reduce_dtype), x, w)
         if eqn.primitive.name in programs.PRODUCTS
     ]
-    assert {v.aval.dtype.name for eqn in products for v in eqn.invars} == {"bfloat16"}
-    assert products[-1].outvars[0].aval.dtype.name == result
-    assert products[0].outvars[0].aval.dtype.name == "bfloat16"
+    assert {v.aval.dtype.name for eqn in matmuls for v in eqn.invars} == {"bfloat16"}
+    assert matmuls[-1].outvars[0].aval.dtype.name == result
+    assert matmuls[0].outvars[0].aval.dtype.name == "bfloat16"
 
 
 @pytest.mark.parametrize("policy", [BF16, F16])
@@ -90,14 +90,14 @@ def test_a_gradient_is_not_rounded_to_the_compute_dtype(policy):
     assert grad.tolist() == [[4097.0]]
 
 
-def test_the_gradient_of_what_came_in_16_bits_leaves_in_16_bits():
+def test_the_gradient_of_a_16_bit_operand_leaves_its_matmul_in_16_bits():
     grads = jax.grad(mpjax.autocast(lambda w, x: (x @ w).astype(jnp.float32).sum(), BF16))
-    (product,) = [
+    (matmul,) = [
         eqn
         for eqn in programs.trace(grads, jnp.ones((2, 2), jnp.bfloat16), jnp.ones((2, 2)))
         if eqn.primitive.name == "dot_general"
     ][1:]
-    assert product.outvars[0].aval.dtype == jnp.bfloat16
+    assert matmul.outvars[0].aval.dtype == jnp.bfloat16
 
 
 def test_second_derivatives_run():
@@ -105,12 +105,12 @@ def test_second_derivatives_run():
         return jnp.sum(jnp.tanh(normal(4, 8) @ w).astype(jnp.float32))
 
     w, v = normal(8, 2), normal(8, 2)
-    product = jax.jvp(jax.grad(mpjax.autocast(loss, BF16)), (w,), (v,))[1]
-    np.testing.assert_allclose(product, jax.jvp(jax.grad(loss), (w,), (v,))[1], atol=0.1)
+    hessian_times_v = jax.jvp(jax.grad(mpjax.autocast(loss, BF16)), (w,), (v,))[1]
+    np.testing.assert_allclose(hessian_times_v, jax.jvp(jax.grad(loss), (w,), (v,))[1], atol=0.1)
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
-def test_the_program_for_an_accelerator_has_the_product_and_no_barrier(platform):
+def test_the_program_for_an_accelerator_has_the_matmul_and_no_barrier(platform):
     x, w, f = LAYOUTS["dense"]
     text = jax.export.export(jax.jit(gradient(f, BF16)), platforms=[platform])(x, w).mlir_module()
     assert "optimization_barrier" not in text
