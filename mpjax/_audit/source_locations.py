@@ -14,6 +14,7 @@ import jaxlib
 import jmp
 import optax
 
+from mpjax._frameworks.protocol import imported
 from mpjax._precision import module_scope
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
@@ -91,6 +92,8 @@ def scope(stack: str) -> Scope:
     root, path, module = "", names, None
     if marked is not None:
         _, mark, inside = marked
+        for own in filter(None, (framework.scopes for framework in imported())):
+            inside = re.sub(own, "", inside)
         root, module = mark.root, mark.path
         path = [name for name in (module, *_path(inside.lstrip(")"))) if name]
     elif names and is_class_name(names[0]):

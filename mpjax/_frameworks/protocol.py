@@ -43,12 +43,15 @@ class Framework:
       name: as a person would write it, such as `"flax.linen"`.
       directory: where its source lies: frames of it in a traceback are not the user's.
       layers: which of its files hold layers, whose names in a traceback tell the class of a module.
+      scopes: a regular expression of the names that its layers themselves put on JAX's name stack, which say no more
+        than the path of a module does; empty if there are none.
       explained_without_inputs: whether its modules show without a call of the model.
     """
 
     name: ClassVar[str]
     directory: ClassVar[str]
     layers: ClassVar[tuple[str, ...]] = ()
+    scopes: ClassVar[str] = ""
     explained_without_inputs: ClassVar[bool] = True
 
     def is_model(self, x: Any) -> bool:

@@ -21,7 +21,9 @@ F16 = "p=f32,c=f16,o=f32"
 NO_SCALE = mpjax.NoOpLossScale()
 NAMES = ("linen", "nnx", "equinox", "haiku")
 EVERY_FRAMEWORK = pytest.mark.parametrize("framework", NAMES)
-HALF = pytest.mark.parametrize(("policy", "half"), [(BF16, "bfloat16"), (F16, "float16")], ids=["bf16", "f16"])
+HALF = pytest.mark.parametrize(
+    ("policy", "half"), [(BF16, "bfloat16"), (F16, "float16")], ids=["bf16", "f16"]
+)
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
@@ -40,7 +42,8 @@ class Model(abc.ABC):
       inputs: what it was initialised with.
     """
 
-    # What part of the model's own paths differs from those that the tests spell.
+    # Where the paths of modules differ from those that the tests spell: before all of them, of stacked blocks, and of
+    # blocks in a Python list.
     top: ClassVar[str] = ""
     stacked: ClassVar[str] = "blocks"
     block: ClassVar[str] = "blocks/{}"
@@ -92,7 +95,10 @@ class Model(abc.ABC):
         run = (self.call if inside else self.under)(policies)
 
         def loss(params: Any, state: Any, *inputs: Any) -> jax.Array:
-            return sum(jnp.sum(jnp.sin(x.astype(jnp.float32))) for x in jax.tree.leaves(run(params, state, *inputs)[0]))
+            return sum(
+                jnp.sum(jnp.sin(x.astype(jnp.float32)))
+                for x in jax.tree.leaves(run(params, state, *inputs)[0])
+            )
 
         if not inside:
             return jax.grad(loss)
@@ -100,8 +106,8 @@ class Model(abc.ABC):
         return lambda *args: grad_fn(NO_SCALE, *args)[1]
 
     def arguments(self) -> tuple[Any, ...]:
-        """Parameters, state and inputs."""
-        return (self.params, self.state, *self.inputs)
+        """Parameters, state (a copy, as Equinox lets none be used twice) and inputs."""
+        return (self.params, jax.tree.map(lambda x: x, self.state), *self.inputs)
 
     def matmuls(self, fn: Callable[..., Any]) -> dict[str, set[str]]:
         """From the paths of modules that have matmuls to the dtypes of their operands, as an audit tells them."""

@@ -18,6 +18,7 @@ ONES = hk.initializers.Constant(1.0)
 class HaikuModel(Model):
     top = "model"
     block = "block_{}"
+    stacked = "model/__layer_stack_no_per_layer/block"
 
     def __init__(self, cls: type, options: dict[str, Any], inputs: tuple[Any, ...]) -> None:
         self.make, self.inputs = (lambda: cls(**options, name="model")), inputs
@@ -160,7 +161,9 @@ class Tied(hk.Module):
 class Reuse(hk.Module):
     def __call__(self, xs: jax.Array) -> jax.Array:
         layer = hk.Linear(1, with_bias=False, w_init=ONES, name="dense")
-        return hk.scan(lambda total, x: (total + jnp.sum(layer(x).astype(jnp.float32)), None), jnp.float32(0), xs)[0]
+        return hk.scan(
+            lambda total, x: (total + jnp.sum(layer(x).astype(jnp.float32)), None), jnp.float32(0), xs
+        )[0]
 
 
 class Recurrent(hk.Module):

@@ -33,7 +33,9 @@ class LinenModel(Model):
         return run
 
     def params_under(self, policies: Any) -> Any:
-        return jax.jit(autocast(self.module.init, policies, cast_output=False))(RNGS, *self.inputs).get("params", {})
+        return jax.jit(autocast(self.module.init, policies, cast_output=False))(RNGS, *self.inputs).get(
+            "params", {}
+        )
 
     def explain(self, policies: Any) -> mpjax.Explanation:
         return mpjax.explain(self.module, policies, *self.inputs)

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import pytest
-from frameworks import BF16, EVERY_FRAMEWORK, F16, X, Model, build, dtypes_of, operands
+from frameworks import BF16, EVERY_FRAMEWORK, F16, Model, X, build, dtypes_of, operands
 from in_equinox import Attention as EquinoxAttention
 from in_haiku import Attention as HaikuAttention
 from in_linen import Attention as LinenAttention
@@ -49,7 +49,7 @@ def test_a_map_changes_exactly_the_modules_it_names_forward_and_backward(
 @HOW
 def test_a_map_may_also_name_the_half_precision_modules(framework: str, how: str) -> None:
     model = build(framework, "Blocks", X, how=how)
-    blocks = model.path(model.stacked if "scan" in how else r"block_\d")
+    blocks = model.stacked if "scan" in how else model.path(r"block_\d")
     policies = mpjax.PolicyMap({f"{blocks}/attn": F16}, default="float32")
     for path, dtypes in model.matmuls(model.grads(policies)).items():
         assert dtypes == ({"float16"} if in_attention(path) else {"float32"}), path
@@ -86,11 +86,13 @@ def test_a_class_governs_the_instances_of_its_subclasses(framework: str) -> None
     model = build(framework, "Blocks", X, attention=module.WideAttention)
     policies = mpjax.PolicyMap({ATTENTION[framework]: FLOAT32}, default=BF16)
     found = model.matmuls(model.under(policies))
-    assert {path for path, dtypes in found.items() if dtypes == {"float32"}} == set(filter(in_attention, found))
+    assert {path for path, dtypes in found.items() if dtypes == {"float32"}} == set(
+        filter(in_attention, found)
+    )
     other = mpjax.PolicyMap({module.WideAttention: FLOAT32}, default=BF16)
+    plain = build(framework, "Blocks", X)
     with pytest.raises(ValueError, match="governs no module"):
-        plain = build(framework, "Blocks", X)
-        jax.eval_shape(plain.under(other), *plain.arguments())
+        plain.output_shape(other)
 
 
 @EVERY_FRAMEWORK
@@ -98,7 +100,9 @@ def test_a_class_may_be_named_in_a_config(framework: str) -> None:
     model = build(framework, "Blocks", X)
     policies = {f"class:in_{framework}.Attention": FLOAT32, "*": BF16}
     found = model.matmuls(model.under(policies))
-    assert {path for path, dtypes in found.items() if dtypes == {"float32"}} == set(filter(in_attention, found))
+    assert {path for path, dtypes in found.items() if dtypes == {"float32"}} == set(
+        filter(in_attention, found)
+    )
 
 
 @EVERY_FRAMEWORK
@@ -176,7 +180,9 @@ def test_a_pattern_hidden_by_a_wider_one_is_an_error_that_says_so(framework: str
 @pytest.mark.parametrize("policy", ["p=f32,c=f8_e4m3fn,o=f32", "p=f32,c=bf16,o=f8_e4m3fn"])
 def test_a_policy_that_cannot_be_run_is_refused(framework: str, policy: str) -> None:
     model = build(framework, "Blocks", X)
-    with pytest.raises(ValueError, match=r"to which mpjax does not cast without a scale.*'p=f32,c=bf16,o=f32'"):
+    with pytest.raises(
+        ValueError, match=r"to which mpjax does not cast without a scale.*'p=f32,c=bf16,o=f32'"
+    ):
         jax.eval_shape(model.under({model.path("head"): policy, "*": BF16}), *model.arguments())
 
 
@@ -211,7 +217,10 @@ def test_an_inner_jit_whose_trace_is_reused_gives_the_same_and_no_false_error(fr
 
 @EVERY_FRAMEWORK
 def test_calls_of_other_models_through_one_function_do_not_influence_each_other(framework: str) -> None:
-    with_attention, without = build(framework, "Blocks", X), build(framework, "Spied", X, note=lambda *_: None)
+    with_attention, without = (
+        build(framework, "Blocks", X),
+        build(framework, "Spied", X, note=lambda *_: None),
+    )
     policies = {with_attention.path("head"): FLOAT32, "*": BF16}
     run = mpjax.autocast(lambda which: which(), mpjax.PolicyMap(policies))
 
@@ -219,7 +228,7 @@ def test_calls_of_other_models_through_one_function_do_not_influence_each_other(
         return lambda: model.call(policies)(*model.arguments())[0]
 
     for _ in range(2):
-        assert run(call(with_attention)).dtype == "bfloat16" or run(call(with_attention)).dtype == "float32"
+        assert run(call(with_attention)).dtype == "float32"
         with pytest.raises(ValueError, match=r"'(model/)?head' governs no module"):
             run(call(without))
     assert dtypes_of(run(lambda: X.astype("bfloat16"))) == {"float32"}
