@@ -110,7 +110,7 @@ def _interceptor(
             stack.enter_context(hk.custom_creator(_in_float32, params=False, state=True))
             stack.enter_context(hk.custom_setter(_in_stored_dtype))
         is_cell = isinstance(module, hk.RNNCore) and context.method_name == "__call__"
-        return module_scope.call_module(
+        out = module_scope.call_module(
             next_fun,
             args,
             kwargs,
@@ -119,6 +119,10 @@ def _interceptor(
             carry=_CELL if is_cell else None,
             inputs_dtype=_FLOAT32 if isinstance(module, _WIDE) else None,
         )
+        if region.policies.entries and module_scope.running() is None:
+            # Modules with parameters that were not called, as JAX has reused an earlier trace of an inner jit.
+            module_scope.record_paths(path for path in hk.get_params() if path != "~")
+        return out
 
 
 @contextlib.contextmanager
