@@ -4,13 +4,15 @@ Modules are immutable pytrees. The class of a module is part of its tree structu
 `eqx.partition`, `filter_jit`, `filter_vmap`, `tree_at`, and a scan over stacked layers.
 """
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mpjax._frameworks import governed as governing
@@ -20,7 +22,12 @@ from mpjax._precision import casting, dtypes, module_scope
 from mpjax._precision.module_scope import Carry
 from mpjax._precision.policy_map import PolicyMap
 
+T = TypeVar("T")
+
 _CELL = Carry(argument=1, name="hidden", result=None)
+# They take squares of their inputs, which in float16 overflow from 256 on.
+_WIDE = (eqx.nn.BatchNorm,)
+_FLOAT32 = np.dtype(np.float32)
 _DIRECTORY = os.path.dirname(eqx.__file__)
 
 
@@ -139,23 +146,90 @@ def _run(
     def paths() -> Iterator[str]:
         return (g.path for _, module in _modules(self) if (g := governed_of(module)) is not None)
 
-    with governing.scopes(cls, governed, paths):
-        return module_scope.call_module(
-            bound,
-            args,
-            kwargs,
-            path=governed.path,
-            cls=cls,
-            region=governed.region,
-            is_leaf=_is_leaf,
-            carry=_CELL
-            if issubclass(cls, (eqx.nn.GRUCell, eqx.nn.LSTMCell)) and name == "__call__"
-            else None,
+    is_cell = issubclass(cls, (eqx.nn.GRUCell, eqx.nn.LSTMCell)) and name == "__call__"
+    with governing.scopes(cls, governed, paths), _keeps_dtypes((args, kwargs)) as ((args, kwargs), returned):
+        return returned(
+            module_scope.call_module(
+                bound,
+                args,
+                kwargs,
+                path=governed.path,
+                cls=cls,
+                region=governed.region,
+                is_leaf=_is_leaf,
+                carry=_CELL if is_cell else None,
+                inputs_dtype=_FLOAT32 if issubclass(cls, _WIDE) else None,
+            )
         )
 
 
 def _is_array_or_shape(x: Any) -> bool:
     return eqx.is_array(x) or isinstance(x, (np.ndarray, np.generic, jax.ShapeDtypeStruct))
+
+
+# ------------------------------------------------------------------------------------------------ state
+
+
+@jax.tree_util.register_pytree_node_class
+class _StoredState(eqx.nn.State):
+    """State that keeps the dtypes it is stored in, whatever precision a new value was computed in.
+
+    Equinox refuses a value of another dtype. Modules under a policy are given this in the place of their state.
+    """
+
+    def set(self, item: Any, value: Any) -> "_StoredState":
+        """A new state with a new value."""
+        stored = casting.dtypes_of(self.get(item))
+        value = casting.cast_to_dtypes(jax.tree.map(jnp.asarray, value), stored)
+        return _as(_StoredState, super().set(item, value))
+
+    def substate(self, pytree: Any) -> "_StoredState":
+        """A part of the state."""
+        return _as(_StoredState, super().substate(pytree))
+
+    def update(self, substate: eqx.nn.State) -> "_StoredState":
+        """A new state with new values of a part of it."""
+        return _as(_StoredState, super().update(_as(eqx.nn.State, substate)))
+
+
+S = TypeVar("S", bound=eqx.nn.State)
+
+
+def _as(cls: type[S], state: eqx.nn.State) -> S:
+    values, keys = state.tree_flatten()
+    return cls.tree_unflatten(keys, values)
+
+
+@contextlib.contextmanager
+def _keeps_dtypes(arguments: T) -> Iterator[tuple[T, Callable[[Any], Any]]]:
+    """Arguments whose states keep their dtypes, and the function that makes plain ones of those that are returned.
+
+    A state that has been replaced by a newer one may not be used again, which holds for the given ones, too.
+    """
+    given: list[tuple[eqx.nn.State, _StoredState]] = []
+
+    def keeping(x: Any) -> Any:
+        if type(x) is not eqx.nn.State:
+            return x
+        given.append((x, _as(_StoredState, x)))
+        return given[-1][1]
+
+    def plain(x: Any) -> Any:
+        return _as(eqx.nn.State, x) if type(x) is _StoredState else x
+
+    arguments = casting.map_changed(keeping, arguments, _is_leaf)
+    yield arguments, lambda out: casting.map_changed(plain, out, _is_leaf) if given else out
+    for state, inner in given:
+        if _is_replaced(inner):
+            state.update(state.substate(()))
+
+
+def _is_replaced(state: eqx.nn.State) -> bool:
+    try:
+        state.tree_flatten()
+    except ValueError:
+        return True
+    return False
 
 
 def _is_module(x: Any) -> bool:

@@ -8,6 +8,7 @@ subclasses that do what an interceptor does. The decision is carried by the clas
 import contextlib
 import dataclasses
 import functools
+import inspect
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -141,6 +142,9 @@ def _in_region(name: str, method: Any, governed: Governed, cls: type, run: Run) 
             return bound(*args, **kwargs)
         return run(self, name, bound, args, kwargs, governed)
 
+    # Equinox takes a function that wraps one of `jax.jit` or `jax.checkpoint` for a mistake.
+    wrapper.__signature__ = inspect.signature(wrapper)  # type: ignore[attr-defined]
+    del wrapper.__wrapped__  # type: ignore[attr-defined]
     return wrapper
 
 

@@ -148,6 +148,7 @@ def call_module(
     region: Region | None = None,
     is_leaf: IsLeaf | None = None,
     carry: Carry | None = None,
+    inputs_dtype: np.dtype | None = None,
 ) -> Any:
     """Calls a module's method in the module's region; outside of policies it is a plain call.
 
@@ -160,6 +161,8 @@ def call_module(
       region: the module's region; by default what the map of the ambient region says of path and class.
       is_leaf: which nodes in arguments and results to leave alone.
       carry: if the module is a recurrent cell, where its carry is, which is returned in the dtype of the argument.
+      inputs_dtype: what narrower arguments are widened to, by default the compute dtype; float32 for a layer that
+        takes squares of its input.
 
     Returns:
       What the method returns, in the compute dtype if the caller belongs to the same region, else in the
@@ -178,7 +181,7 @@ def call_module(
     same = caller is not None and caller.in_module and caller.is_same_as(region)
     dtype = region.policy.compute_dtype if same else region.policy.output_dtype
     before = None if carry is None else casting.dtypes_of(_argument(carry, args, kwargs))
-    args, kwargs = widen((args, kwargs), region.compute_dtype, is_leaf)
+    args, kwargs = widen((args, kwargs), inputs_dtype or region.compute_dtype, is_leaf)
     _thread.modules.append((path, cls))
     try:
         with _inside(region, name):

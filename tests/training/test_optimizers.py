@@ -25,7 +25,7 @@ BAD = {"x": X.at[1, 0].set(np.inf), "y": jnp.ones((4, 3))}
 
 def loss_fn(params: Any, batch: Any, rng: Any = None) -> jax.Array:
     del rng
-    return jnp.mean((batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2)
+    return jnp.mean((batch["x"] @ params["w"] + params["b"][None] - batch["y"]) ** 2)
 
 
 def create(tx: Any, params: Any = PARAMS, **kwargs: Any) -> mpjax.TrainState:
