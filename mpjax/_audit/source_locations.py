@@ -233,7 +233,7 @@ def _segments(stack: str) -> list[str]:
 def _names(segment: str) -> list[str]:
     """The modules of a segment.
 
-    Of dotted names they are the class, as in `library.nn.Linear`, or what stands before a method, as in `block_0.attend`.
+    Of dotted names they are the class, as in `lib.nn.Linear`, or what stands before a method, as in `block_0.attend`.
     """
     names: list[str] = []
     lifted = False

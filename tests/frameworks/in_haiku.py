@@ -7,6 +7,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 from frameworks import Model
+from promotion import standard_promotion
 
 import mpjax
 from mpjax import autocast, full_precision
@@ -23,7 +24,8 @@ class HaikuModel(Model):
     def __init__(self, cls: type, options: dict[str, Any], inputs: tuple[Any, ...]) -> None:
         self.make, self.inputs = (lambda: cls(**options, name="model")), inputs
         self.transformed = self._transform("__call__")
-        self.params, self.state = jax.jit(self.transformed.init)(KEY, *inputs)
+        with standard_promotion():  # Haiku's own layers mix dtypes
+            self.params, self.state = jax.jit(self.transformed.init)(KEY, *inputs)
 
     def _transform(self, method: str) -> hk.TransformedWithState:
         return hk.transform_with_state(lambda *inputs: getattr(self.make(), method)(*inputs))

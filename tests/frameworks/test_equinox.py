@@ -196,7 +196,8 @@ def test_modules_without_call_and_modules_in_containers_have_paths() -> None:
     assert [row.path for row in mpjax.explain(model, policies).rows] == ["", "layers/only/0", "scale"]
     # Data among the arguments of a function under a map is no model that would have to carry it.
     assert (
-        autocast(lambda s, x: x * s.factor, {".*": BF16, "*": BF16})(Scale(jnp.ones(8)), X).dtype == "float32"
+        autocast(lambda s, x: x * s.factor[None, None], {".*": BF16, "*": BF16})(Scale(jnp.ones(8)), X).dtype
+        == "float32"
     )
 
 

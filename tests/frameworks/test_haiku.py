@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from frameworks import BF16, F16, X, assert_near, dtypes_of, operands
+from promotion import standard_promotion
 
 import mpjax
 from mpjax import autocast
@@ -19,7 +20,8 @@ KEY = jax.random.key(0)
 def transformed(fn: Callable[..., Any]) -> tuple[Any, Any, Any]:
     """What `hk.transform_with_state` makes of it, with parameters and state."""
     model = hk.transform_with_state(fn)
-    return model, *jax.jit(model.init)(KEY, X)
+    with standard_promotion():  # Haiku's own layers mix dtypes
+        return model, *jax.jit(model.init)(KEY, X)
 
 
 def under(fn: Callable[..., Any], policies: Any) -> tuple[Any, Any, Any]:

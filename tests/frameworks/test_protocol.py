@@ -51,18 +51,9 @@ def begins(name: str, package: str) -> bool:
 # ------------------------------------------------------------------------------- who knows a framework
 
 
-# Each still imports a module framework; remove its row together with that import.
-OFFENDERS = {
-    "__main__.py": "asks flax.linen and flax.nnx whether an object is a model",
-    "_audit/audit.py": "splits flax.nnx models into arrays",
-}
-
-
 @pytest.mark.parametrize("file", FILES, ids=relative)
-def test_no_file_outside_of_the_frameworks_names_one(file: pathlib.Path, request: Any) -> None:
+def test_no_file_outside_of_the_frameworks_names_one(file: pathlib.Path) -> None:
     name = relative(file)
-    if name in OFFENDERS:
-        request.applymarker(pytest.mark.xfail(strict=True, reason=OFFENDERS[name]))
     if name in FACES or name in FRAMEWORK_FILES:
         pytest.skip("speaks for a framework")
     named = {x for x in imports(file) if any(begins(x, n) for n in NAMES)}
@@ -142,7 +133,6 @@ def test_imports_between_packages_only_go_down(name: str) -> None:
         assert {own, layer(imported)} != {"_training", "_audit"}, f"{name} imports {imported}"
 
 
-@pytest.mark.xfail(strict=True, reason="the audit and its report import each other")
 def test_no_module_imports_itself_by_way_of_others() -> None:
     edges = {name: imported for name, imported in graph().items() if name != "__init__"}
     done: set[str] = set()

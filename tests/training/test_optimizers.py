@@ -217,7 +217,7 @@ class Line(nnx.Module):
         self.b = nnx.Param(PARAMS["b"])
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return x @ self.w[...] + self.b[...]
+        return x @ self.w[...] + self.b[...][None]
 
 
 def line_loss(model: Any, batch: Any) -> jax.Array:
