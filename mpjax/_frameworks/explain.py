@@ -1,17 +1,18 @@
 """`explain`: which policy governs which module of a model, and why."""
 
 import dataclasses
-import html
-import shutil
 from typing import Any
 
 import numpy as np
 
+from mpjax import _tables
 from mpjax._frameworks.protocol import FRAMEWORKS, ModuleParameters, framework_of
 from mpjax._precision import dtypes
 from mpjax._precision.policy_map import PolicyMap, PolicyMapLike, as_policy_map
 
 _HEADER = ("module", "class", "decided by", "policy", "parameters", "stored in")
+# Whose end says more than their beginning, where a terminal is narrow.
+_LONG = {"module", "class", "decided by"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,20 +70,15 @@ class Explanation:
         return [*cells, ("total", "", "", "", f"{self.parameters:,}", ", ".join(stored))]
 
     def __str__(self) -> str:
-        lines = [_HEADER, *self._cells()]
-        widths = _fitted([max(len(line[i]) for line in lines) for i in range(len(_HEADER))])
-        text = [_line(line, widths) for line in lines]
-        rule = "─" * max(map(len, text))
-        return "\n".join([text[0], rule, *text[1:-1], rule, text[-1]])
+        *body, total = self._cells()
+        return "\n".join(
+            _tables.table(_HEADER, body, [total], right={"parameters"}, breaks={}, shorten=_LONG)
+        )
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        def row(cells: tuple[str, ...], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
-
-        body = "".join(row(cells, "td") for cells in self._cells())
-        return f"<table><thead>{row(_HEADER, 'th')}</thead><tbody>{body}</tbody></table>"
+        return _tables.html(_HEADER, self._cells())
 
 
 def explain(
@@ -130,27 +126,3 @@ def _row(module: ModuleParameters, policies: PolicyMap) -> ModulePolicy:
         parameters=int(sum(np.prod(x.shape, dtype=np.int64) for x in module.parameters)),
         dtypes=tuple(sorted({x.dtype.name for x in module.parameters})),
     )
-
-
-def _fitted(widths: list[int]) -> list[int]:
-    """Narrows the columns with long texts until the line fits the terminal."""
-    room = shutil.get_terminal_size((100, 24)).columns - 2 * (len(widths) - 1)
-    widths = list(widths)
-    while sum(widths) > room:
-        widest = max((0, 1, 2), key=lambda i: widths[i])
-        if widths[widest] <= 8:
-            break
-        widths[widest] -= 1
-    return widths
-
-
-def _line(cells: tuple[str, ...], widths: list[int]) -> str:
-    def fit(text: str, width: int) -> str:
-        # The end of a path tells more than its beginning.
-        return text if len(text) <= width else "…" + text[1 - width :]
-
-    padded = [
-        fit(text, width).rjust(width) if name == "parameters" else fit(text, width).ljust(width)
-        for name, text, width in zip(_HEADER, cells, widths, strict=True)
-    ]
-    return "  ".join(padded).rstrip()
